@@ -1,0 +1,66 @@
+# HLEM: `make help` lists the targets.
+#
+# The tools live in .venv. It is made when missing, and made anew when pyproject.toml or
+# constraints.txt changed, when the folder moved, when its Python is gone, or when the last set-up
+# did not finish.
+
+PYTHON ?= python3
+PYTEST_FLAGS ?= -n 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+
+# The stamp holds the folder that the environment was made in; scripts inside carry that path.
+USABLE := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(BIN)/python -c "" 2>/dev/null && echo yes)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean FORCE
+
+help:
+	@echo "make demo    train a small policy, compare it with the baselines, write runs/demo/report.html"
+	@echo "make test    lint, then all tests"
+	@echo "make lint    ruff (rules and format), mypy --strict, import-linter"
+	@echo "make bench   time the surrogate and a decision; JSON in runs/bench"
+	@echo "make clean   remove .venv, caches and build outputs; keep runs/"
+	@echo ""
+	@echo "PYTHON=python3.12       the Python, 3.11 or newer, that makes .venv (now: $(PYTHON))"
+	@echo "PYTEST_FLAGS='-n 2'     flags for pytest under make test (now: $(PYTEST_FLAGS))"
+
+demo: $(STAMP)
+	$(BIN)/python -m train.ppo --output runs/demo/policy
+	$(BIN)/python -m eval.compare --policy runs/demo/policy --output runs/demo
+	@echo "Report: $(CURDIR)/runs/demo/report.html"
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)
+	@mkdir -p runs/bench
+	$(BIN)/python -m eval.shape --json runs/bench/shape.json
+	$(BIN)/python -m eval.bench_surrogate --json runs/bench/surrogate.json
+	$(BIN)/python -m eval.bench_decision --json runs/bench/decision.json
+	@echo "Results: $(CURDIR)/runs/bench"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -not -path './runs/*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt $(if $(USABLE),,FORCE)
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "make: '$(PYTHON)' was not found; HLEM needs Python 3.11 or newer (make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$("$(PYTHON)" --version 2>&1); HLEM needs Python 3.11 or newer (make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@echo "Setting up $(VENV) with $$("$(PYTHON)" --version 2>&1) (about a minute, longer where torch is downloaded)"
+	@rm -rf $(VENV)
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
+	  -c constraints.txt -e '.[cpu,dev]'
+	@echo "$(CURDIR)" > $(STAMP)

@@ -1,0 +1,383 @@
+"""HBMPartitionEnv-v0: the environment, its vector form, and its documentation page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from hlem_env import mdp
+from hlem_env.backend import Backend, Runner
+from hlem_env.errors import ArgumentError, require, require_choice
+from hlem_env.mdp import MdpConfig
+from hlem_env.rendering import History, draw_frame, draw_text
+from hlem_env.scenario import Scenario, TrainingDomain
+from hlem_env.telemetry import EpochStats
+
+Observation = NDArray[np.float32]
+Info = dict[str, Any]
+
+BACKENDS = ("surrogate",)
+RENDER_MODES = ("human", "rgb_array", "ansi")
+TRAINING = "training"
+"""Name of the workload that draws a random scenario at every reset."""
+
+
+class HBMPartitionEnv(gym.Env[Observation, np.int64]):
+    """
+    ## Description
+
+    A GPU serves a generative recommender (HSTU). One pool of its memory holds two caches: embedding
+    rows and the K and V of users' histories. alpha is the embedding cache's share. Every epoch (5 s)
+    the agent moves alpha; too little of either cache costs milliseconds in every request that
+    misses it. The best split moves with the workload: when many requests come from returning (hot)
+    users, KV is worth more. After the HLEM paper, "One Pool, Two Caches" (arXiv 2605.04450).
+
+    ## Action Space
+
+    `Discrete(7)`: alpha moves by -0.06, -0.04, -0.02, 0, +0.02, +0.04, +0.06, then is clipped to its
+    bounds. alpha is an integer on a grid of 0.01.
+
+    ## Observation Space
+
+    `Box(0, 1, (7,), float32)`, of the epoch that has just ended:
+
+    | # | Feature | Meaning |
+    |---|---|---|
+    | 0 | hot_share | share of requests from hot users (at least 3 requests in the trailing 12 epochs) |
+    | 1 | kv_hit | share of history tokens whose K and V were reused |
+    | 2 | emb_hit | share of looked-up embedding rows found in HBM |
+    | 3 | length | mean history length / maximum |
+    | 4 | violation | share of requests over the SLO |
+    | 5 | alpha | commanded embedding share |
+    | 6 | p99 | P99 latency / (4 x SLO), clipped at 1 |
+
+    With `features="working_set"` an eighth follows: KV bytes of the hot users / pool bytes.
+
+    ## Rewards
+
+    `reward="eq5"` (the paper's Eq. 5): share of requests within the SLO - max(0, P99 - SLO) / SLO.
+    `reward="busy_time"`: minus the mean service time / SLO, a less noisy signal for training.
+    Both are clipped below at -4. An epoch without requests has QoS 1 and P99 0; one in which
+    requests wait and none completes has QoS 0 and the age of the oldest as P99.
+
+    ## Starting State
+
+    Caches are warmed for 12 epochs at `initial_alpha` with the workload held at its start, then one
+    epoch is observed.
+
+    ## Episode End
+
+    Truncation after `episode_epochs` epochs (240). There is no termination.
+
+    ## Arguments
+
+    | Argument | Default | Meaning |
+    |---|---|---|
+    | `workload` | `"steady"` | `"steady"`, `"trend"`, `"burst"`; `"PRESET/REGIME"` with a preset of `default`, `taobao`, `video-games`, `books`; `"trace:PATH"`; `"training"` (a random scenario at every reset); or a mapping of the fields of `hlem_env.scenario.Scenario` |
+    | `backend` | `"surrogate"` | `"surrogate"`, or a callable `(scenario) -> Backend` |
+    | `hardware` | None | profile name or path, instead of the scenario's |
+    | `kv_policy` | None | `"scan_resistant"` or `"lru"`, instead of the scenario's |
+    | `features` | `"paper"` | `"paper"` or `"working_set"` |
+    | `reward` | `"eq5"` | `"eq5"` or `"busy_time"` |
+    | `slo_ms` | 30 | service level objective on latency, milliseconds |
+    | `epoch_seconds` | 5 | seconds between decisions |
+    | `alpha_bounds` | (0.1, 0.9) | multiples of 0.01 in [0, 1] |
+    | `initial_alpha` | 0.5 | alpha at the start of an episode |
+    | `episode_epochs` | 240 | epochs to truncation |
+    | `render_mode` | None | `"human"` (text, redrawn in the terminal), `"rgb_array"`, `"ansi"` |
+
+    ```python
+    import gymnasium as gym
+    import hlem_env
+
+    env = gym.make("HBMPartitionEnv-v0", workload="books/trend", features="working_set")
+    observation, info = env.reset(seed=1)
+    observation, reward, terminated, truncated, info = env.step(6)
+    ```
+
+    `info` always has: `alpha`, `alpha_star` (closed-form optimum of the surrogate, -1 where there is
+    none), `p99_ms`, `qos`, `kv_hit`, `emb_hit`, `hot_share`, `working_set`, `utilisation`,
+    `mean_service_ms`, `requests`, `backlog`, `clipped` (the step went out of bounds).
+
+    ## Vectorized environment
+
+    `gym.make_vec("HBMPartitionEnv-v0", num_envs=16)` gives `HBMPartitionVectorEnv`, which equals that
+    many scalar environments seeded `seed`, `seed + 1`, ... step for step. `autoreset_mode` may be
+    `"NextStep"` (default) or `"SameStep"`.
+
+    ## Version History
+
+    * v0: first version.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 5}
+
+    def __init__(
+        self,
+        workload: str | dict[str, Any] | Scenario = "steady",
+        backend: str | Callable[[Scenario], Backend] = "surrogate",
+        hardware: str | None = None,
+        kv_policy: str | None = None,
+        features: str = "paper",
+        reward: str = "eq5",
+        slo_ms: float = 30.0,
+        epoch_seconds: float = 5.0,
+        alpha_bounds: tuple[float, float] = (0.1, 0.9),
+        initial_alpha: float = 0.5,
+        episode_epochs: int = 240,
+        render_mode: str | None = None,
+    ) -> None:
+        if render_mode is not None:
+            require_choice("render_mode", render_mode, RENDER_MODES)
+        require(
+            isinstance(episode_epochs, int) and 1 <= episode_epochs <= 10**6,
+            "episode_epochs",
+            episode_epochs,
+            "a whole number from 1 to 10^6",
+        )
+        self.render_mode = render_mode
+        self.episode_epochs = episode_epochs
+        overrides: dict[str, Any] = {
+            "epoch_seconds": epoch_seconds,
+            "episode_epochs": episode_epochs,
+        }
+        if hardware is not None:
+            overrides["hardware"] = hardware
+        if kv_policy is not None:
+            overrides["kv_policy"] = kv_policy
+        self.domain = TrainingDomain() if workload == TRAINING else None
+        start = "steady" if workload == TRAINING else workload
+        self.scenario = Scenario.parse(start, **overrides)
+        self.config = MdpConfig(
+            slo_ms=slo_ms,
+            max_history_tokens=self.scenario.max_history_tokens,
+            alpha_min_centi=_centi("alpha_bounds", alpha_bounds[0]),
+            alpha_max_centi=_centi("alpha_bounds", alpha_bounds[1]),
+            epoch_seconds=epoch_seconds,
+            features=features,
+            reward=reward,
+        )
+        self.initial_alpha_centi = _centi("initial_alpha", initial_alpha)
+        require(
+            self.config.clip(self.initial_alpha_centi) == self.initial_alpha_centi,
+            "initial_alpha",
+            initial_alpha,
+            f"within alpha_bounds={tuple(alpha_bounds)}",
+        )
+        self._make_backend = _backend_factory(backend)
+        self._runner: Runner | None = None
+        self._optimum: tuple[NDArray[Any], NDArray[Any]] | None = None
+        if self.domain is None:
+            self._build()
+        self._epoch = 0
+        self._history = History()
+        self.action_space = spaces.Discrete(len(mdp.ACTIONS_CENTI))  # type: ignore[assignment]
+        width = len(self.config.feature_names)
+        self.observation_space = spaces.Box(0.0, 1.0, (width,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
+        """Start an episode; returns the state after its first epoch. `options` has no keys."""
+        super().reset(seed=seed)
+        if self.domain is not None:
+            self.scenario = self.domain.sample(self.scenario, self.np_random)
+        if self._runner is None or self.domain is not None:
+            self._build()
+        assert self._runner is not None
+        episode_seed = int(self.np_random.integers(2**31))
+        stats = self._runner.reset(episode_seed, self.initial_alpha_centi)
+        self._epoch = 0
+        self._history = History()
+        return mdp.observe(stats, self.config), self._after(stats)
+
+    def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, Info]:
+        """Move alpha by `ACTIONS_CENTI[action]` hundredths and run one epoch."""
+        if self._runner is None or self._runner.alpha_centi < 0:
+            raise gym.error.ResetNeeded("call reset() before step()")
+        if not self.action_space.contains(action):
+            raise ArgumentError("action", action, f"a whole number from 0 to {len(mdp.ACTIONS_CENTI) - 1}")
+        stats = self._runner.step(self._runner.alpha_centi + mdp.ACTIONS_CENTI[int(action)])
+        self._epoch += 1
+        info = self._after(stats)
+        reward = mdp.reward(stats, self.config)
+        truncated = self._epoch >= self.episode_epochs
+        return mdp.observe(stats, self.config), reward, False, truncated, info
+
+    def render(self) -> Any:
+        """The episode so far: text, or an RGB array [height, width, 3] of uint8."""
+        if self.render_mode == "rgb_array":
+            return draw_frame(self._history, self.config)
+        if self.render_mode == "ansi":
+            return draw_text(self._history, self.config)
+        if self.render_mode == "human":
+            print("\x1b[H\x1b[J" + draw_text(self._history, self.config), flush=True)
+            return None
+        gym.logger.warn("render() does nothing without a render_mode of " + ", ".join(RENDER_MODES))
+        return None
+
+    def close(self) -> None:
+        """Close the backend. May be called twice."""
+        if self._runner is not None:
+            self._runner.backend.close()
+            self._runner = None
+
+    def _build(self) -> None:
+        if self._runner is not None:
+            self._runner.backend.close()
+        self._runner = Runner(self._make_backend(self.scenario), self.config)
+        self._optimum = self.scenario.optimum_curve()
+
+    @property
+    def _node(self) -> Backend | None:
+        return self._runner.backend if self._runner is not None else None
+
+    def _after(self, stats: EpochStats) -> Info:
+        assert self._runner is not None
+        info: Info = {
+            "alpha": stats.alpha_target,
+            "alpha_star": self._alpha_star(),
+            "p99_ms": stats.p99_ms,
+            "qos": stats.qos(self.config.slo_ms),
+            "kv_hit": stats.kv_hit,
+            "emb_hit": stats.emb_hit,
+            "hot_share": stats.hot_share,
+            "working_set": stats.working_set,
+            "utilisation": stats.utilisation,
+            "mean_service_ms": stats.mean_service_ms,
+            "requests": stats.requests,
+            "backlog": stats.backlog,
+            "clipped": self._runner.was_clipped,
+        }
+        if self.render_mode is not None:
+            self._history.append(info)
+            if self.render_mode == "human":
+                self.render()
+        return info
+
+    def _alpha_star(self) -> float:
+        """Closed-form optimum of the epoch that has just run, within the bounds."""
+        share = getattr(getattr(self._node, "workload", None), "hot_share", None)
+        if share is None or self._optimum is None:
+            return -1.0
+        alpha_centi = round(float(np.interp(share, self._optimum[0], self._optimum[1])))
+        return self.config.clip(alpha_centi) / 100
+
+
+class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
+    """`num_envs` environments of the arguments of HBMPartitionEnv, stepped together.
+
+    Args:
+        num_envs: at least 1.
+        autoreset_mode: "NextStep" (the step after an episode's end resets) or "SameStep" (the last
+            step resets at once and puts the last state into `final_obs` and `final_info`).
+        **arguments: those of HBMPartitionEnv.
+    """
+
+    metadata: dict[str, Any] = {
+        "render_modes": ["rgb_array", "ansi"],
+        "render_fps": 5,
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+    }
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        **arguments: Any,
+    ) -> None:
+        require(1 <= num_envs <= 10_000, "num_envs", num_envs, "1 to 10,000")
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        require(
+            self.autoreset_mode != AutoresetMode.DISABLED,
+            "autoreset_mode",
+            autoreset_mode,
+            "NextStep or SameStep",
+        )
+        self.num_envs = num_envs
+        self.envs = [HBMPartitionEnv(**arguments) for _ in range(num_envs)]
+        self.render_mode = self.envs[0].render_mode
+        self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._ended = np.zeros(num_envs, np.bool_)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, Info]:
+        """Start an episode in each; environment i is seeded `seed + i`, or by entry i of a list."""
+        seeds: list[int | None]
+        if isinstance(seed, int):
+            seeds = [seed + i for i in range(self.num_envs)]
+        else:
+            seeds = [None] * self.num_envs if seed is None else list(seed)
+        require(len(seeds) == self.num_envs, "seed", seed, f"a number or {self.num_envs} of them")
+        results = [env.reset(seed=s) for env, s in zip(self.envs, seeds, strict=True)]
+        self._ended[:] = False
+        return np.stack([r[0] for r in results]), _stack_infos([r[1] for r in results])
+
+    def step(
+        self, actions: NDArray[np.int64]
+    ) -> tuple[Observation, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
+        """One epoch in each, by actions [num_envs]."""
+        require(len(actions) == self.num_envs, "actions", actions, f"{self.num_envs} of them")
+        observations = np.empty((self.num_envs, *self.single_observation_space.shape), np.float32)  # type: ignore[misc]
+        rewards = np.zeros(self.num_envs)
+        truncations = np.zeros(self.num_envs, np.bool_)
+        infos: list[Info] = []
+        last: dict[int, tuple[Observation, Info]] = {}
+        for i, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
+            if self._ended[i]:
+                observations[i], info = env.reset()
+            else:
+                observations[i], rewards[i], _, truncations[i], info = env.step(action)
+                if truncations[i] and self.autoreset_mode == AutoresetMode.SAME_STEP:
+                    last[i] = (observations[i].copy(), info)
+                    observations[i], info = env.reset()
+            infos.append(info)
+        if self.autoreset_mode == AutoresetMode.NEXT_STEP:
+            self._ended = truncations.copy()
+        stacked = _stack_infos(infos)
+        for i, (observation, info) in last.items():
+            stacked = self._add_info(stacked, {"final_obs": observation, "final_info": info}, i)
+        terminations = np.zeros(self.num_envs, np.bool_)
+        return observations, rewards, terminations, truncations, stacked
+
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame an environment."""
+        return tuple(env.render() for env in self.envs)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close every environment's backend."""
+        for env in self.envs:
+            env.close()
+
+
+def _stack_infos(infos: list[Info]) -> Info:
+    """Infos of all sub-environments as Gymnasium wants them: arrays [num_envs] and their masks."""
+    stacked: Info = {key: np.array([info[key] for info in infos]) for key in infos[0]}
+    present = {f"_{key}": np.ones(len(infos), np.bool_) for key in infos[0]}
+    return stacked | present
+
+
+def _centi(name: str, share: float) -> int:
+    centi = round(100 * share)
+    on_grid = abs(100 * share - centi) < 1e-6
+    require(on_grid and 0 <= centi <= 100, name, share, "multiples of 0.01 from 0 to 1")
+    return centi
+
+
+def _backend_factory(backend: str | Callable[[Scenario], Backend]) -> Callable[[Scenario], Backend]:
+    if callable(backend):
+        return backend
+    require_choice("backend", backend, BACKENDS)
+    return Scenario.build

@@ -1,0 +1,52 @@
+"""The project's typed errors. Each message carries the value that was refused and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class HlemError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ArgumentError(HlemError, ValueError):
+    """An argument is outside what is allowed."""
+
+    def __init__(self, name: str, value: object, allowed: str) -> None:
+        self.name, self.value, self.allowed = name, value, allowed
+        super().__init__(name, value, allowed)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value!r} is not allowed; allowed: {self.allowed}"
+
+
+class TraceFormatError(HlemError, ValueError):
+    """A line of a trace file cannot be read."""
+
+    def __init__(self, path: str | Path, line: int, reason: str) -> None:
+        self.path, self.line, self.reason = str(path), line, reason
+        super().__init__(self.path, line, reason)
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+class ArtefactError(HlemError):
+    """A saved policy, profile or record is missing, damaged or does not fit."""
+
+
+class BackendError(HlemError):
+    """A backend cannot do what was asked of it in its present state."""
+
+
+def require(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ArgumentError unless `condition` holds."""
+    if not condition:
+        raise ArgumentError(name, value, allowed)
+
+
+def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ArgumentError unless `value` is one of `choices`."""
+    options = sorted(choices)
+    require(value in options, name, value, "one of " + ", ".join(options))

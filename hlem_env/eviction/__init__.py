@@ -1,0 +1,1 @@
+"""Policies that decide what a full cache gives up."""

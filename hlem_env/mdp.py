@@ -1,0 +1,126 @@
+"""The Markov decision process: state, actions, grid of alpha and reward (HLEM paper, section IV-A).
+
+Nothing else defines these. Training and serving call the same two functions, `observe` and `reward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.errors import require, require_choice
+from hlem_env.telemetry import EpochStats
+
+ACTIONS_CENTI: tuple[int, ...] = (-6, -4, -2, 0, 2, 4, 6)
+"""Steps of alpha in hundredths. alpha is an integer on a grid of 0.01, since 0.5 + 4 x 0.05 is not 0.7."""
+
+HOT_REQUESTS = 3
+"""A user with this many requests in the hot window is hot."""
+HOT_WINDOW_EPOCHS = 12
+TICKS_PER_EPOCH = 10
+EMA_EPOCHS = 10
+KV_HALF_LIFE_EPOCHS = 12
+"""Half-life of the decayed request counts that admit users to the KV cache."""
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "paper": ("hot_share", "kv_hit", "emb_hit", "length", "violation", "alpha", "p99"),
+    "working_set": (
+        "hot_share",
+        "kv_hit",
+        "emb_hit",
+        "length",
+        "violation",
+        "alpha",
+        "p99",
+        "working_set",
+    ),
+}
+REWARDS = ("eq5", "busy_time")
+REWARD_FLOOR = -4.0
+"""Rewards are clipped here, or one saturated epoch would outweigh an episode."""
+P99_SCALE_SLOS = 4.0
+
+
+@dataclass(frozen=True)
+class MdpConfig:
+    """What turns an epoch's measurements into a state and a reward.
+
+    Raises:
+        ArgumentError: naming the field and what is allowed.
+    """
+
+    slo_ms: float = 30.0
+    max_history_tokens: int = 15_000
+    alpha_min_centi: int = 10
+    alpha_max_centi: int = 90
+    epoch_seconds: float = 5.0
+    features: str = "paper"
+    reward: str = "eq5"
+
+    def __post_init__(self) -> None:
+        require(0 < self.slo_ms < 1e6, "slo_ms", self.slo_ms, "above 0 and below 1e6 milliseconds")
+        require(
+            1 <= self.max_history_tokens <= 10_000_000,
+            "max_history_tokens",
+            self.max_history_tokens,
+            "1 to 10,000,000",
+        )
+        require(
+            0 <= self.alpha_min_centi < self.alpha_max_centi <= 100,
+            "alpha bounds",
+            (self.alpha_min_centi / 100, self.alpha_max_centi / 100),
+            "two multiples of 0.01 with 0 <= low < high <= 1",
+        )
+        require(
+            0.01 <= self.epoch_seconds <= 3600,
+            "epoch_seconds",
+            self.epoch_seconds,
+            "0.01 to 3600 seconds",
+        )
+        require_choice("features", self.features, FEATURES)
+        require_choice("reward", self.reward, REWARDS)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the state's entries, in order."""
+        return FEATURES[self.features]
+
+    def clip(self, alpha_centi: int) -> int:
+        """The nearest alpha (hundredths) within the bounds."""
+        return min(max(alpha_centi, self.alpha_min_centi), self.alpha_max_centi)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `MdpConfig(**values)` takes them back."""
+        return asdict(self)
+
+
+def observe(stats: EpochStats, config: MdpConfig) -> NDArray[np.float32]:
+    """The state after an epoch: float32 [7] or [8], each entry in [0, 1], in `config.feature_names` order."""
+    state = [
+        stats.hot_share,
+        stats.kv_hit,
+        stats.emb_hit,
+        stats.mean_history_tokens / config.max_history_tokens,
+        1.0 - stats.qos(config.slo_ms),
+        stats.alpha_target,
+        stats.p99_ms / (P99_SCALE_SLOS * config.slo_ms),
+    ]
+    if config.features == "working_set":
+        state.append(stats.working_set)
+    return np.minimum(np.array(state, dtype=np.float32), np.float32(1.0))
+
+
+def reward(stats: EpochStats, config: MdpConfig) -> float:
+    """Reward of an epoch, in [REWARD_FLOOR, 1].
+
+    "eq5" is the paper's Eq. 5 with lambda = 1 / SLO: share within the SLO - max(0, P99 - SLO) / SLO.
+    "busy_time" is minus the mean service time over the SLO: the same preference, less noise.
+    """
+    if config.reward == "busy_time":
+        value = -stats.mean_service_ms / config.slo_ms
+    else:
+        value = stats.qos(config.slo_ms) - max(0.0, stats.p99_ms / config.slo_ms - 1.0)
+    return max(value, REWARD_FLOOR)

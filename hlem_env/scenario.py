@@ -1,0 +1,257 @@
+"""A scenario: everything that makes one surrogate node and its requests, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.errors import ArgumentError, require, require_choice
+from hlem_env.eviction.recency import POLICIES
+from hlem_env.surrogate.hardware import HardwareProfile
+from hlem_env.surrogate.load import (
+    HOT_SHARES,
+    TARGET_UTILISATION,
+    estimate_optimum,
+    load_curve,
+)
+from hlem_env.surrogate.node import NodeConfig, SurrogateBackend
+from hlem_env.workload.regimes import PRESETS, REGIMES, RegimeConfig, SyntheticWorkload
+from hlem_env.workload.requests import Catalogue, Workload
+from hlem_env.workload.trace_readers import read_trace, read_user_counts
+from hlem_env.workload.traces import TraceWorkload, with_base_histories
+
+TRACE_SEED = 20260504
+"""Draws a trace's synthetic base histories, the same in every run."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A workload and the node that serves it. Every field is a plain value.
+
+    Raises:
+        ArgumentError: naming the field and what is allowed.
+    """
+
+    preset: str = "default"
+    regime: str = "steady"
+    trace: str | None = None
+    """Path of a trace file; it replaces the regime. Its format is `trace_format`, or guessed."""
+    trace_format: str | None = None
+    trace_counts: str | None = None
+    """Path of per-user counts for the synthetic base histories; None: their published mean and median."""
+    trace_histories: str = "base"
+    """"base": a synthetic base history for each user; "native": the trace's own lengths."""
+    time_scale: float | None = None
+    """Simulated seconds for each second of the trace; None: what gives the wanted utilisation."""
+    mean_history_tokens: float = 10_000
+    max_history_tokens: int = 15_000
+    steady_hot_share: float | None = None
+    """None: the preset's."""
+    population_factor: float = 1.0
+    burst_users: str = "new"
+    tables: int = 10
+    rows_per_table: int = 50_000_000
+    zipf: float | None = None
+    """None: the preset's."""
+    utilisation: float = TARGET_UTILISATION
+    """At the node's own best alpha."""
+    hardware: str = "h100"
+    compute_scale: float = 1.0
+    gather_scale: float = 1.0
+    hbm_scale: float = 1.0
+    layers: int = 6
+    pool_bytes: int = 60_000_000_000
+    kv_policy: str = "scan_resistant"
+    refill: bool = True
+    warmup_epochs: int = 12
+    epoch_seconds: float = 5.0
+    episode_epochs: int = 240
+
+    def __post_init__(self) -> None:
+        require_choice("workload preset", self.preset, PRESETS)
+        require_choice("workload regime", self.regime, REGIMES)
+        require_choice("kv_policy", self.kv_policy, POLICIES)
+        require_choice("trace_histories", self.trace_histories, ("base", "native"))
+        require(0.01 <= self.utilisation < 5, "utilisation", self.utilisation, "0.01 to below 5")
+        for name in ("compute_scale", "gather_scale", "hbm_scale"):
+            value = getattr(self, name)
+            require(0 < value <= 1000, name, value, "above 0, at most 1000")
+
+    @classmethod
+    def parse(cls, workload: str | dict[str, Any] | Scenario, **overrides: Any) -> Scenario:
+        """A scenario from what a user writes.
+
+        Args:
+            workload: "trend" (a regime of the default preset), "books/trend" (preset and regime),
+                "trace:PATH", a mapping of this class's fields, or a scenario.
+            overrides: fields that replace those.
+
+        Raises:
+            ArgumentError: naming what is wrong and what is allowed.
+        """
+        if isinstance(workload, cls):
+            return replace(workload, **overrides)
+        if isinstance(workload, str):
+            values = cls._from_text(workload)
+        elif isinstance(workload, dict):
+            values = dict(workload)
+        else:
+            allowed = "a name like 'trend' or 'books/trend', 'trace:PATH', or a mapping of fields"
+            raise ArgumentError("workload", workload, allowed)
+        known = {field.name for field in fields(cls)}
+        for name in values.keys() | overrides.keys():
+            require(name in known, "workload field", name, "one of " + ", ".join(sorted(known)))
+        return cls(**(values | overrides))
+
+    @staticmethod
+    def _from_text(text: str) -> dict[str, Any]:
+        if text.startswith("trace:"):
+            return {"trace": text[len("trace:") :]}
+        preset, _, regime = text.rpartition("/")
+        allowed = (
+            f"a regime ({', '.join(REGIMES)}), PRESET/REGIME with a preset of"
+            f" {', '.join(PRESETS)}, 'trace:PATH', or 'training'"
+        )
+        require(regime in REGIMES and (preset or "default") in PRESETS, "workload", text, allowed)
+        return {"preset": preset or "default", "regime": regime}
+
+    @property
+    def name(self) -> str:
+        """Short name: preset/regime or the trace's file name."""
+        return f"trace:{Path(self.trace).name}" if self.trace else f"{self.preset}/{self.regime}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `Scenario.parse` takes them back."""
+        return asdict(self)
+
+    def profile(self) -> HardwareProfile:
+        """The hardware, with this scenario's scales."""
+        base = HardwareProfile.load(self.hardware)
+        return base.scaled(self.compute_scale, self.gather_scale, self.hbm_scale)
+
+    def node(self) -> NodeConfig:
+        """The node."""
+        return NodeConfig(
+            pool_bytes=self.pool_bytes,
+            layers=self.layers,
+            kv_policy=self.kv_policy,
+            refill=self.refill,
+            warmup_epochs=self.warmup_epochs,
+            epoch_seconds=self.epoch_seconds,
+        )
+
+    def regime_config(self) -> RegimeConfig:
+        """The synthetic workload, without its load."""
+        zipf = PRESETS[self.preset].zipf if self.zipf is None else self.zipf
+        share = PRESETS[self.preset].steady_hot_share
+        return RegimeConfig(
+            regime=self.regime,
+            steady_hot_share=share if self.steady_hot_share is None else self.steady_hot_share,
+            population_factor=self.population_factor,
+            mean_history_tokens=self.mean_history_tokens,
+            max_history_tokens=self.max_history_tokens,
+            burst_users=self.burst_users,
+            pool_bytes=self.pool_bytes,
+            episode_epochs=self.episode_epochs,
+            epoch_seconds=self.epoch_seconds,
+            catalogue=Catalogue(self.tables, self.rows_per_table, zipf=zipf),
+        )
+
+    def optimum_curve(self) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+        """Hot shares [n] and the closed form's best alphas there, hundredths [n]; None for traces."""
+        if self.trace is not None:
+            return None
+        shares = np.array(HOT_SHARES)
+        best = estimate_optimum(self.regime_config(), self.node(), self.profile(), shares)
+        return shares, best.alpha_centi
+
+    def workload(self) -> Workload:
+        """The requests, at the wanted utilisation."""
+        if self.trace is not None:
+            return self._trace_workload(self.trace)
+        config = self.regime_config()
+        load = load_curve(config, self.node(), self.profile(), self.utilisation)
+        return SyntheticWorkload(config, load)
+
+    def build(self) -> SurrogateBackend:
+        """A surrogate node that serves the workload."""
+        return SurrogateBackend(self.workload(), self.node(), self.profile())
+
+    def _trace_workload(self, path: str) -> TraceWorkload:
+        trace = read_trace(path, self.trace_format)
+        if self.trace_histories == "base":
+            counts = read_user_counts(self.trace_counts) if self.trace_counts else None
+            trace = with_base_histories(
+                trace, counts, np.random.default_rng(TRACE_SEED), max_tokens=self.max_history_tokens
+            )
+        catalogue = self.regime_config().catalogue
+        workload = TraceWorkload(trace, catalogue, self.max_history_tokens)
+        if self.time_scale is not None:
+            return workload.scaled_to(workload.mean_requests_per_s / self.time_scale)
+        return scale_to_utilisation(workload, self.node(), self.profile(), self.utilisation)
+
+
+def scale_to_utilisation(
+    workload: TraceWorkload, node: NodeConfig, hardware: HardwareProfile, utilisation: float
+) -> TraceWorkload:
+    """The trace at the speed at which the node, at its best alpha, is busy for `utilisation` of it.
+
+    The service time at a speed is simulated for alphas of a grid of 0.1 over the whole trace (at
+    most 120 epochs), and the speed set by the least; twice, since speed changes what is cached.
+    """
+    node = replace(node, kv_policy="scan_resistant")
+    rate = 200.0
+    seconds = 120 * node.epoch_seconds
+    for _ in range(3):
+        backend = SurrogateBackend(workload.scaled_to(rate), node, hardware)
+        services = []
+        for alpha_centi in range(0, 101, 10):
+            backend.reset(0)
+            backend.run(alpha_centi, backend.warmup_s)
+            services.append(backend.run(alpha_centi, seconds).mean_service_ms)
+        rate = 1000 * utilisation / min(services)
+    return workload.scaled_to(rate)
+
+
+@dataclass(frozen=True)
+class TrainingDomain:
+    """Random scenarios for training, over the presets taobao and video-games.
+
+    Never drawn, so that they are there to test on: population x2.0, histories of 14k tokens, 25
+    tables, halved gather bandwidth, the a100 profile, the preset books, real traces.
+    """
+
+    presets: tuple[str, ...] = ("taobao", "video-games")
+    regimes: tuple[str, ...] = REGIMES
+    hot_share: tuple[float, float] = (0.05, 0.60)
+    mean_history_tokens: tuple[float, float] = (7_000, 12_500)
+    population_factor: tuple[float, float] = (0.5, 1.5)
+    tables: tuple[int, int] = (5, 18)
+    zipf: tuple[float, float] = (0.30, 1.00)
+    utilisation: tuple[float, float] = (0.62, 0.73)
+    hardware_scale: tuple[float, float] = (0.8, 1.2)
+
+    def sample(self, base: Scenario, rng: np.random.Generator) -> Scenario:
+        """`base` with the randomised fields drawn anew."""
+        return replace(
+            base,
+            preset=str(rng.choice(self.presets)),
+            regime=str(rng.choice(self.regimes)),
+            steady_hot_share=float(rng.uniform(*self.hot_share)),
+            mean_history_tokens=float(rng.uniform(*self.mean_history_tokens)),
+            population_factor=float(rng.uniform(*self.population_factor)),
+            tables=int(rng.integers(self.tables[0], self.tables[1], endpoint=True)),
+            zipf=round(float(rng.uniform(*self.zipf)), 2),
+            utilisation=float(rng.uniform(*self.utilisation)),
+            compute_scale=float(rng.uniform(*self.hardware_scale)),
+            gather_scale=float(rng.uniform(*self.hardware_scale)),
+            hbm_scale=float(rng.uniform(*self.hardware_scale)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)

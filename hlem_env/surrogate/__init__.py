@@ -1,0 +1,1 @@
+"""The fast backend: a node simulated request by request."""

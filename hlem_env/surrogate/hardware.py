@@ -1,0 +1,145 @@
+"""What a request costs on a piece of hardware: data in `profiles/*.json`, never constants in code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.errors import ArgumentError, ArtefactError, require
+
+TOKENS_PER_POINT = 128
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Measured (or, where `estimate` says so, derived) costs of one device.
+
+    Compute of a layer is piecewise linear in tokens: `recompute_layer_ms` at `recompute_tokens` for a
+    history from nothing, `append_layer_ms` at `append_history_tokens` for `append_tokens` new ones
+    against a cached history. Below the first point recompute goes to 0 in a straight line; beyond
+    the last both go on with the last slope.
+    """
+
+    name: str
+    estimate: bool
+    hardware: str
+    source: str
+    gather_gbps: float
+    """Missed embedding rows, host to device, in GB/s."""
+    hbm_gbps: float
+    """Gather of rows within HBM, bytes read plus written, in GB/s."""
+    link_gbps: float
+    """Bulk copy, host to device, in GB/s."""
+    refill_slowdown: float
+    """Share by which a critical gather slows down beside a bulk copy."""
+    overhead_ms: float
+    """Fixed cost of a request."""
+    recompute_tokens: tuple[float, ...]
+    recompute_layer_ms: tuple[float, ...]
+    append_tokens: float
+    append_history_tokens: tuple[float, ...]
+    append_layer_ms: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("gather_gbps", "hbm_gbps", "link_gbps", "append_tokens"):
+            value = getattr(self, name)
+            require(value > 0, f"profile.{name}", value, "above 0")
+        require(self.overhead_ms >= 0, "profile.overhead_ms", self.overhead_ms, "0 or above")
+        for at, ms in (
+            ("recompute_tokens", "recompute_layer_ms"),
+            ("append_history_tokens", "append_layer_ms"),
+        ):
+            points, values = getattr(self, at), getattr(self, ms)
+            good = len(points) == len(values) >= 2 and all(np.diff(points) > 0) and min(values) >= 0
+            require(good, f"profile.{at}", points, f"at least 2, ascending, one for each {ms}")
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> HardwareProfile:
+        """A shipped profile by name, or one from a JSON file.
+
+        Raises:
+            ArgumentError: no such profile; lists the shipped ones.
+            ArtefactError: the file is not a profile.
+        """
+        shipped = resources.files("hlem_env.surrogate") / "profiles"
+        names = sorted(p.name[:-5] for p in shipped.iterdir() if p.name.endswith(".json"))
+        if str(name_or_path) in names:
+            text = (shipped / f"{name_or_path}.json").read_text()
+        elif Path(name_or_path).is_file():
+            text = Path(name_or_path).read_text()
+        else:
+            allowed = "one of " + ", ".join(names) + ", or the path of a profile's JSON file"
+            raise ArgumentError("hardware", str(name_or_path), allowed)
+        try:
+            values = json.loads(text)
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ArtefactError(f"{name_or_path} is not a hardware profile: {error}") from error
+
+    def scaled(self, compute: float = 1.0, gather: float = 1.0, hbm: float = 1.0) -> HardwareProfile:
+        """The same device with compute times, gather and HBM bandwidth multiplied."""
+        return replace(
+            self,
+            gather_gbps=self.gather_gbps * gather,
+            hbm_gbps=self.hbm_gbps * hbm,
+            recompute_layer_ms=tuple(compute * v for v in self.recompute_layer_ms),
+            append_layer_ms=tuple(compute * v for v in self.append_layer_ms),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as a profile's JSON file holds them."""
+        return asdict(self)
+
+    def compute_table(self, layers: int, max_tokens: int) -> ComputeTable:
+        """Compute of a request with `layers` layers, for the simulation's inner loop."""
+        tokens = np.arange(max_tokens // TOKENS_PER_POINT + 2) * float(TOKENS_PER_POINT)
+        recompute = _extrapolate(
+            tokens, (0.0, *self.recompute_tokens), (0.0, *self.recompute_layer_ms)
+        )
+        append = _extrapolate(tokens, self.append_history_tokens, self.append_layer_ms)
+        table = np.empty(tokens.size, COMPUTE)
+        table["recompute_ms"] = layers * recompute
+        table["append_ms"] = np.minimum(layers * append, layers * recompute)
+        return table
+
+
+def _extrapolate(
+    x: NDArray[np.float64], at: tuple[float, ...], values: tuple[float, ...]
+) -> NDArray[np.float64]:
+    """Piecewise linear, going on beyond the last point with the last slope."""
+    last_slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
+    return np.interp(x, at, values) + np.maximum(x - at[-1], 0.0) * last_slope
+
+
+COMPUTE = np.dtype([("recompute_ms", "f8"), ("append_ms", "f8")])
+"""At every 128 tokens of a sequence, all layers: everything new, or few new tokens against a cache.
+A compute table is a structured array [points]."""
+ComputeTable = Any
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def compute_ms(
+    table: ComputeTable, append_tokens: float, new_tokens: float, all_tokens: float
+) -> float:
+    """Milliseconds of compute for `new_tokens` of a sequence of `all_tokens`; the rest is cached.
+
+    a(all) when everything is new, b(all) up to `append_tokens` new ones, a straight line between.
+    """
+    position = all_tokens * (1.0 / TOKENS_PER_POINT)
+    i = min(int(position), table.size - 2)
+    part = position - i
+    low, high = table[i], table[i + 1]
+    full = low.recompute_ms + part * (high.recompute_ms - low.recompute_ms)
+    if new_tokens >= all_tokens:
+        return full
+    few = low.append_ms + part * (high.append_ms - low.append_ms)
+    if new_tokens > append_tokens:
+        few += (full - few) * (new_tokens - append_tokens) / (all_tokens - append_tokens)
+    return few

@@ -1,0 +1,561 @@
+"""The fast backend: every request of an epoch through both caches and the queue of one node.
+
+Per request, in order of arrival:
+
+    KV         exact, a whole entry per user, by the policy of `hlem_env.eviction.recency`
+    rows       (new tokens + candidates) x tables, resident with the probability of `hit_rates`
+    service    overhead + compute + missed rows / gather + resident rows / HBM + refill interference
+    latency    arrival to completion on one server (Lindley's recursion)
+
+A move of alpha changes capacities at once and content with delay: KV entries are evicted by policy
+and come back when their users do; rows come with misses and refill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env import mdp
+from hlem_env.errors import BackendError, require, require_choice
+from hlem_env.eviction import recency
+from hlem_env.surrogate.borrowed import borrowed
+from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
+from hlem_env.surrogate.hit_rates import (
+    distinct_curve,
+    distinct_rows,
+    draws_to_fill,
+    miss_probability,
+)
+from hlem_env.telemetry import EpochStats
+from hlem_env.workload.requests import Requests, Workload
+
+REFILL_HEADROOM = 0.10
+"""Share of the link that refill leaves free beside the critical misses."""
+_ONE_OFF_SLOTS_PER_ENTRY = 4
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """A node: its pool, its model's KV layout, its policies.
+
+    Raises:
+        ArgumentError: naming the field and what is allowed.
+    """
+
+    pool_bytes: int = 60_000_000_000
+    page_bytes: int = 2 * 2**20
+    block_tokens: int = 128
+    """Tokens of one layer in a KV block."""
+    block_bytes: int = 256 * 2**10
+    """K and V of a block: 128 tokens x 2 x 512 x 2 bytes."""
+    layers: int = 6
+    kv_policy: str = "scan_resistant"
+    refill: bool = True
+    warmup_epochs: int = 12
+    epoch_seconds: float = 5.0
+    """Sets the hot window, the half-life of request counts, and the warm-up."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.layers <= 1000, "layers", self.layers, "1 to 1000")
+        for name in ("page_bytes", "block_tokens", "block_bytes"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(
+            100 * self.page_bytes <= self.pool_bytes <= 2**50,
+            "pool_bytes",
+            self.pool_bytes,
+            f"100 pages of {self.page_bytes} bytes, to 2^50",
+        )
+        require_choice("kv_policy", self.kv_policy, recency.POLICIES)
+        require(
+            0 <= self.warmup_epochs <= 10_000, "warmup_epochs", self.warmup_epochs, "0 to 10,000"
+        )
+        require(self.epoch_seconds > 0, "epoch_seconds", self.epoch_seconds, "above 0")
+
+    @property
+    def pool_pages(self) -> int:
+        """Whole pages in the pool."""
+        return self.pool_bytes // self.page_bytes
+
+    def kv_pages(self, tokens: int) -> int:
+        """Pages of a user's entry; a page's blocks belong to one user."""
+        blocks = -(-tokens // self.block_tokens)
+        return -(-blocks * self.layers * self.block_bytes // self.page_bytes)
+
+
+_USER = np.dtype(
+    [
+        *recency.USER_FIELDS,
+        ("cached", "i4"),  # tokens in the KV cache
+        ("hot_listed", "i4"),
+        ("arrival_1", "f8"),  # the last three arrivals, latest first
+        ("arrival_2", "f8"),
+        ("arrival_3", "f8"),
+        ("read_at", "f8"),  # draw count at which the whole history was last read from the tables
+        ("length", "i8"),  # history tokens at the last request
+    ]
+)
+"""What the node knows of a user: one cache line."""
+
+_LISTS = np.dtype([("hot", "i8"), ("victim", "i8")])
+"""Slots of the users that may be hot, and scratch space of one eviction."""
+
+_RUN = np.dtype(
+    [
+        ("begin_s", "f8"),
+        ("end_s", "f8"),
+        ("kv_capacity", "i8"),  # pages
+        ("rows_capacity", "f8"),  # rows of one table that fit
+        # the same in every run
+        ("persistent_users", "i8"),
+        ("one_off_mask", "i8"),  # their slots, a power of two, less one
+        ("policy", "i8"),
+        ("half_life_s", "f8"),
+        ("hot_window_s", "f8"),
+        ("block_tokens", "i8"),
+        ("block_bytes", "i8"),  # of one block in every layer
+        ("page_bytes", "i8"),
+        ("candidates", "i8"),
+        ("tables", "i8"),
+        ("overhead_ms", "f8"),
+        ("append_tokens", "f8"),
+        ("missed_row_ms", "f8"),
+        ("resident_row_ms", "f8"),
+        ("refill_slowdown", "f8"),
+        ("refill_rows_per_s", "f8"),  # of one table; 0: no refill
+    ]
+)
+"""Constants of a run."""
+
+_CLOCK = np.dtype(
+    [
+        ("server_free_s", "f8"),
+        ("origin_s", "f8"),  # of the decayed counts
+        ("draws", "f8"),  # fresh draws from a table so far
+        ("reach", "f8"),  # the row cache holds what this many last draws touched
+        ("kv_used", "i8"),  # pages
+        ("heap_size", "i8"),
+        ("hot_listed", "i8"),
+        # the request that started and has not completed
+        ("open", "i8"),
+        ("open_arrival_s", "f8"),
+        ("open_service_ms", "f8"),
+        ("open_hot", "i8"),
+        ("open_history", "i8"),
+        ("open_reused", "i8"),
+        ("open_hits", "f8"),
+        # of the running epoch
+        ("completed", "i8"),
+        ("busy_s", "f8"),
+        ("history", "i8"),
+        ("reused", "i8"),
+        ("hits", "f8"),
+        ("refill_rows", "f8"),
+        ("missed_rows", "f8"),
+        ("evictions", "i8"),
+        ("hot_pages", "i8"),
+    ]
+)
+"""State of a node beside its users, and the counts of the running epoch."""
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _kv_pages(tokens, run):  # type: ignore[no-untyped-def]
+    blocks = (tokens + run.block_tokens - 1) // run.block_tokens
+    return (blocks * run.block_bytes + run.page_bytes - 1) // run.page_bytes
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _drop(user, clock):  # type: ignore[no-untyped-def]
+    """Free a user's KV entry. Its heap entry goes when it reaches the root."""
+    clock.kv_used -= user.pages
+    user.pages = user.cached = 0
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _lowest(users, heap, clock):  # type: ignore[no-untyped-def]
+    """The resident user with the lowest score, at the heap's root; -1 when there is none."""
+    clock.heap_size = recency.settle_root(users, heap, clock.heap_size)
+    return heap[0].slot if clock.heap_size > 0 else -1
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _make_room(users, heap, lists, clock, pages, score, capacity):  # type: ignore[no-untyped-def]
+    """Evict users of a lower score until `pages` more fit; all or nothing."""
+    if clock.kv_used + pages <= capacity:
+        return True
+    if pages > capacity:
+        return False
+    freed, count, fits = 0, 0, True
+    while fits and clock.kv_used + pages - freed > capacity:
+        if count > 0:
+            clock.heap_size = recency.pop(users, heap, clock.heap_size)
+        slot = _lowest(users, heap, clock)
+        fits = slot >= 0 and users[slot].score < score
+        if fits:
+            lists[count].victim = slot
+            count += 1
+            freed += users[slot].pages
+    for i in range(count):
+        slot = lists[i].victim
+        if fits:
+            _drop(users[slot], clock)
+            clock.evictions += 1
+        else:
+            clock.heap_size = recency.push(users, heap, clock.heap_size, slot)
+    return fits
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _kv_lookup(users, heap, lists, clock, run, slot, length, new_items):  # type: ignore[no-untyped-def]
+    """Tokens reused for this request; stores, grows or replaces the user's entry by policy.
+
+    A cached prefix longer than the history before its new items means that the history shrank or
+    was edited: a miss, never a silent reuse.
+    """
+    user = users[slot]
+    if user.cached > length - new_items:
+        _drop(user, clock)
+    reused = user.cached
+    pages = _kv_pages(length, run)
+    more = pages - user.pages
+    if _make_room(users, heap, lists, clock, more, user.score, run.kv_capacity):
+        clock.kv_used += more
+        user.pages = pages
+        user.cached = length
+        clock.heap_size = recency.push(users, heap, clock.heap_size, slot)
+    return reused
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _note_visit(user, lists, clock, slot, arrival_s, window_s):  # type: ignore[no-untyped-def]
+    """Record a persistent user's arrival; returns whether that makes or keeps it hot."""
+    hot = arrival_s - user.arrival_2 <= window_s
+    user.arrival_3 = user.arrival_2
+    user.arrival_2 = user.arrival_1
+    user.arrival_1 = arrival_s
+    if hot and not user.hot_listed:
+        user.hot_listed = 1
+        lists[clock.hot_listed].hot = slot
+        clock.hot_listed += 1
+    return hot
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _sweep_hot(users, lists, clock, run):  # type: ignore[no-untyped-def]
+    """Drop users that are no longer hot from the list; count KV pages of the others."""
+    kept, pages = 0, 0
+    for i in range(clock.hot_listed):
+        slot = lists[i].hot
+        if run.end_s - users[slot].arrival_3 <= run.hot_window_s:
+            lists[kept].hot = slot
+            kept += 1
+            pages += _kv_pages(users[slot].length, run)
+        else:
+            users[slot].hot_listed = 0
+    clock.hot_listed = kept
+    clock.hot_pages = pages
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _close(clock, latency_ms, service_ms, arrival_s, is_hot):  # type: ignore[no-untyped-def]
+    """Count the open request: it has completed."""
+    i = clock.completed
+    latency_ms[i] = 1000.0 * (clock.server_free_s - clock.open_arrival_s)
+    service_ms[i] = clock.open_service_ms
+    arrival_s[i] = clock.open_arrival_s
+    is_hot[i] = clock.open_hot != 0
+    clock.history += clock.open_history
+    clock.reused += clock.open_reused
+    clock.hits += clock.open_hits
+    clock.completed = i + 1
+    clock.open = 0
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _begin(users, heap, clock, curve, run):  # type: ignore[no-untyped-def]
+    """Apply the capacities of a run; returns the row cache's reach when full."""
+    clock.completed = clock.history = clock.reused = clock.evictions = 0
+    clock.hits = clock.refill_rows = clock.missed_rows = 0.0
+    clock.busy_s = max(min(clock.server_free_s, run.end_s) - run.begin_s, 0.0)
+    if run.begin_s - clock.origin_s > recency.REBASE_HALF_LIVES * run.half_life_s:
+        if run.policy != recency.LRU:
+            recency.rebase(users, heap, clock.heap_size, recency.REBASE_HALF_LIVES)
+        clock.origin_s += recency.REBASE_HALF_LIVES * run.half_life_s
+    while clock.kv_used > run.kv_capacity:
+        _drop(users[_lowest(users, heap, clock)], clock)
+        clock.evictions += 1
+    full = draws_to_fill(curve, run.rows_capacity)
+    clock.reach = min(clock.reach, full)
+    return full
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _refill(clock, curve, run, now_s, full):  # type: ignore[no-untyped-def]
+    """Extend the reach of a row cache that is not full by what the link has brought until now.
+
+    Token bucket: link - headroom (in `refill_rows_per_s`) - critical misses.
+    """
+    budget = run.refill_rows_per_s * (now_s - run.begin_s) - clock.missed_rows - clock.refill_rows
+    held = distinct_rows(curve, clock.reach)
+    rows = min(budget, run.rows_capacity - held)
+    if rows > 0.0:
+        clock.refill_rows += rows
+        clock.reach = min(draws_to_fill(curve, held + rows), full)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _serve(
+    users, heap, lists, clocks, curve, compute, runs,
+    arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot,
+):  # type: ignore[no-untyped-def] # fmt: skip
+    """Serve requests until the first that would start at or after the end; returns how many."""
+    users, heap, lists = borrowed(users), borrowed(heap), borrowed(lists)
+    curve, compute = borrowed(curve), borrowed(compute)
+    latency_ms, service_out = borrowed(latency_ms), borrowed(service_out)
+    arrival_out, is_hot = borrowed(arrival_out), borrowed(is_hot)
+    clock, run = clocks[0], runs[0]
+    full = _begin(users, heap, clock, curve, run)
+    if clock.open and clock.server_free_s <= run.end_s:
+        _close(clock, latency_ms, service_out, arrival_out, is_hot)
+    reach = -1.0
+    held = missing = 0.0
+    served = 0
+    for i in range(arrivals.size):
+        start_s = max(arrivals[i], clock.server_free_s)
+        if start_s >= run.end_s:
+            break
+        served += 1
+        length, new = lengths[i], new_items[i]
+        one_off = user_ids[i] >= run.persistent_users
+        if one_off:
+            slot = run.persistent_users + ((user_ids[i] - run.persistent_users) & run.one_off_mask)
+            user = users[slot]
+            if user.pages > 0:
+                _drop(user, clock)
+                clock.evictions += 1
+            user.score = 0.0
+            hot = False
+        else:
+            slot = user_ids[i]
+            user = users[slot]
+            hot = _note_visit(user, lists, clock, slot, arrivals[i], run.hot_window_s)
+            user.length = length
+        user.score = recency.touch(
+            run.policy, user.score, start_s, clock.origin_s, run.half_life_s
+        )
+        reused = _kv_lookup(users, heap, lists, clock, run, slot, length, new)
+        tokens = length - reused + run.candidates
+
+        # Rows. Fresh draws follow the popularity; a history read within reach is resident.
+        slowdown = 1.0
+        if clock.reach < full and run.refill_rows_per_s > 0.0:
+            _refill(clock, curve, run, start_s, full)
+            slowdown += run.refill_slowdown
+        if clock.reach != reach:
+            reach = clock.reach
+            held = distinct_rows(curve, reach)
+            missing = miss_probability(curve, reach)
+        fresh, again = float(tokens), 0.0
+        if reused == 0 and not one_off:
+            age = clock.draws - user.read_at
+            if age < reach:
+                again = float(length - new)
+                fresh -= again
+                clock.draws += again * age / reach
+            user.read_at = clock.draws + fresh
+        missed_rows = distinct_rows(curve, reach + fresh) - held
+        clock.draws += fresh
+        clock.missed_rows += missed_rows
+        if reach < full:
+            clock.reach = min(reach + fresh, full)
+        found = again + fresh * (1.0 - missing)
+
+        service_ms = (
+            run.overhead_ms
+            + compute_ms(compute, run.append_tokens, tokens, length + run.candidates)
+            + run.tables
+            * (missed_rows * run.missed_row_ms * slowdown + found * run.resident_row_ms)
+        )
+        done_s = start_s + 1e-3 * service_ms
+        clock.server_free_s = done_s
+        clock.busy_s += min(done_s, run.end_s) - start_s
+        clock.open = 1
+        clock.open_arrival_s = arrivals[i]
+        clock.open_service_ms = service_ms
+        clock.open_hot = hot
+        clock.open_history = length
+        clock.open_reused = reused
+        clock.open_hits = found
+        if done_s <= run.end_s:
+            _close(clock, latency_ms, service_out, arrival_out, is_hot)
+    _sweep_hot(users, lists, clock, run)
+    return served
+
+
+class SurrogateBackend:
+    """One node, simulated request by request.
+
+    Args:
+        workload: where requests come from.
+        node: pool, KV layout and policies.
+        hardware: what requests cost.
+
+    The simulation is a function of (workload, node, hardware, seed, alphas): the same ones give the
+    same stats, bit for bit.
+    """
+
+    def __init__(self, workload: Workload, node: NodeConfig, hardware: HardwareProfile) -> None:
+        self.workload = workload
+        self.node = node
+        self.hardware = hardware
+        self.warmup_s = node.warmup_epochs * node.epoch_seconds
+        catalogue = workload.catalogue
+        most_tokens = workload.max_history_tokens + catalogue.candidates
+        self._compute = hardware.compute_table(node.layers, most_tokens)
+        self._curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf)
+        typical = max(node.kv_pages(int(workload.mean_history_tokens / 2)), 1)
+        entries = _ONE_OFF_SLOTS_PER_ENTRY * (node.pool_pages // typical + 1)
+        self._one_off_slots = 1 << entries.bit_length()
+        self._run = self._run_constants()
+        self._now_s = 0.0
+        self._waiting: Requests | None = None
+
+    def reset(self, seed: int) -> None:
+        """Empty queue and caches; the workload starts anew from `seed`, before its warm-up."""
+        self.workload.reset(np.random.default_rng(seed), -self.warmup_s)
+        self.empty()
+
+    def empty(self) -> None:
+        """Empty queue and caches; the clock stands before the warm-up."""
+        slots = self.workload.persistent_users + self._one_off_slots
+        self._users = np.zeros(slots, _USER)
+        for field in ("arrival_1", "arrival_2", "arrival_3", "read_at"):
+            self._users[field] = -np.inf
+        self._heap = np.empty(slots, recency.HEAP_ENTRY)
+        self._lists = np.empty(slots, _LISTS)
+        self._clock = np.zeros(1, _CLOCK)
+        self._now_s = -self.warmup_s
+        self._clock["server_free_s"] = self._clock["origin_s"] = self._now_s
+        self._waiting = Requests.empty()
+
+    def run(self, alpha_centi: int, seconds: float) -> EpochStats:
+        """Serve for `seconds` with the embedding share at `alpha_centi` hundredths, 0 to 100."""
+        if self._waiting is None:
+            raise BackendError("the surrogate has not been reset: call reset(seed) first")
+        end_s = self._now_s + seconds
+        return self.serve(self._waiting.then(self.workload.take(end_s)), alpha_centi, seconds)
+
+    def serve(self, requests: Requests, alpha_centi: int, seconds: float) -> EpochStats:
+        """Like `run`, on `requests` that include those still waiting and arrive before the end."""
+        require(0 <= alpha_centi <= 100, "alpha_centi", alpha_centi, "0 to 100")
+        node = self.node
+        begin_s, end_s = self._now_s, self._now_s + seconds
+        embedding_pages = node.pool_pages * alpha_centi // 100
+        run = self._run
+        run["begin_s"], run["end_s"] = begin_s, end_s
+        run["kv_capacity"] = node.pool_pages - embedding_pages
+        run["rows_capacity"] = embedding_pages * self._rows_per_page
+        most = len(requests) + 1
+        outputs = (np.empty(most), np.empty(most), np.empty(most), np.empty(most, np.bool_))
+        served = _serve(
+            self._users, self._heap, self._lists, self._clock, self._curve, self._compute, run,
+            requests.arrival_s, requests.user, requests.history_length, requests.new_items,
+            *outputs,
+        )  # fmt: skip
+        self._now_s = end_s
+        self._waiting = waiting = requests[served:]
+        return self._stats(seconds, outputs, waiting, alpha_centi)
+
+    def close(self) -> None:
+        """Drop the state."""
+        self._waiting = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that make this backend again."""
+        return {
+            "workload": self.workload.to_json(),
+            "node": asdict(self.node),
+            "hardware": self.hardware.to_json(),
+        }
+
+    @property
+    def _rows_per_page(self) -> float:
+        """Rows of one table for each page of embedding cache."""
+        catalogue = self.workload.catalogue
+        return self.node.page_bytes / catalogue.row_bytes / catalogue.tables
+
+    def _run_constants(self) -> NDArray[np.void]:
+        node, catalogue, hardware = self.node, self.workload.catalogue, self.hardware
+        link_rows = hardware.link_gbps * 1e9 / (catalogue.row_bytes * catalogue.tables)
+        run = np.zeros(1, _RUN)
+        for name, value in {
+            "persistent_users": self.workload.persistent_users,
+            "one_off_mask": self._one_off_slots - 1,
+            "policy": recency.POLICIES[node.kv_policy],
+            "half_life_s": mdp.KV_HALF_LIFE_EPOCHS * node.epoch_seconds,
+            "hot_window_s": mdp.HOT_WINDOW_EPOCHS * node.epoch_seconds,
+            "block_tokens": node.block_tokens,
+            "block_bytes": node.layers * node.block_bytes,
+            "page_bytes": node.page_bytes,
+            "candidates": catalogue.candidates,
+            "tables": catalogue.tables,
+            "overhead_ms": hardware.overhead_ms,
+            "append_tokens": hardware.append_tokens,
+            "missed_row_ms": catalogue.row_bytes / hardware.gather_gbps * 1e-6,
+            "resident_row_ms": 2 * catalogue.row_bytes / hardware.hbm_gbps * 1e-6,
+            "refill_slowdown": hardware.refill_slowdown,
+            "refill_rows_per_s": (1 - REFILL_HEADROOM) * link_rows if node.refill else 0.0,
+        }.items():
+            run[name] = value
+        return run
+
+    def _stats(
+        self,
+        seconds: float,
+        outputs: tuple[NDArray[Any], ...],
+        waiting: Requests,
+        alpha_centi: int,
+    ) -> EpochStats:
+        node, catalogue = self.node, self.workload.catalogue
+        clock = dict(zip(_CLOCK.names or (), self._clock[0].item(), strict=True))
+        n = clock["completed"]
+        latency_ms, service_ms, arrival_s, is_hot = outputs
+        oldest_s = self._now_s
+        if clock["open"]:
+            oldest_s = clock["open_arrival_s"]
+        elif len(waiting):
+            oldest_s = float(waiting.arrival_s[0])
+        rows = distinct_rows(self._curve, clock["reach"])
+        embedding_pages = node.pool_pages * alpha_centi // 100
+        tokens = clock["history"] - clock["reused"] + n * catalogue.candidates
+        return EpochStats(
+            duration_s=seconds,
+            latency_ms=latency_ms[:n],
+            service_ms=service_ms[:n],
+            arrival_s=arrival_s[:n],
+            is_hot=is_hot[:n],
+            history_tokens=clock["history"],
+            reused_tokens=clock["reused"],
+            rows_looked_up=tokens * catalogue.tables,
+            rows_hit=clock["hits"] * catalogue.tables,
+            computed_tokens=tokens,
+            refill_bytes=clock["refill_rows"] * catalogue.tables * catalogue.row_bytes,
+            prefetch_bytes=0.0,
+            evictions=clock["evictions"],
+            alpha_target=alpha_centi / 100,
+            alpha_resident=rows / self._rows_per_page / node.pool_pages,
+            embedding_pages=embedding_pages,
+            kv_pages=clock["kv_used"],
+            free_pages=node.pool_pages - embedding_pages - clock["kv_used"],
+            pending_pages=0,
+            pool_bytes=node.pool_pages * node.page_bytes,
+            working_set_bytes=float(clock["hot_pages"] * node.page_bytes),
+            backlog=len(waiting) + clock["open"],
+            backlog_age_s=self._now_s - oldest_s,
+            utilisation=clock["busy_s"] / seconds,
+        )

@@ -1,0 +1,1 @@
+"""Requests: where they come from and what they look like."""

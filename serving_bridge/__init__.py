@@ -1,0 +1,1 @@
+"""What runs in production: frozen policy, online adapter, recovery, allocator and server."""

@@ -1,0 +1,1 @@
+"""Training scripts, one file each, run as ``python -m train.NAME``."""
