@@ -102,8 +102,8 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     observation, reward, terminated, truncated, info = env.step(6)
     ```
 
-    `info` always has: `alpha`, `alpha_star` (closed-form optimum of the surrogate, -1 where there is
-    none), `p99_ms`, `qos`, `kv_hit`, `emb_hit`, `hot_share`, `working_set`, `utilisation`,
+    `info` always has: `alpha`, `alpha_star` and `best_service_ms` (closed-form optimum of the
+    surrogate and the mean service time there, -1 where there is none), `p99_ms`, `qos`, `kv_hit`, `emb_hit`, `hot_share`, `working_set`, `utilisation`,
     `mean_service_ms`, `requests`, `backlog`, `clipped` (the step went out of bounds).
 
     ## Vectorized environment
@@ -173,7 +173,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         )
         self._make_backend = _backend_factory(backend)
         self._runner: Runner | None = None
-        self._optimum: tuple[NDArray[Any], NDArray[Any]] | None = None
+        self._optimum: tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None = None
         if self.domain is None:
             self._build()
         self._epoch = 0
@@ -241,9 +241,11 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
 
     def _after(self, stats: EpochStats) -> Info:
         assert self._runner is not None
+        alpha_star, best_service_ms = self._best()
         info: Info = {
             "alpha": stats.alpha_target,
-            "alpha_star": self._alpha_star(),
+            "alpha_star": alpha_star,
+            "best_service_ms": best_service_ms,
             "p99_ms": stats.p99_ms,
             "qos": stats.qos(self.config.slo_ms),
             "kv_hit": stats.kv_hit,
@@ -262,13 +264,14 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
                 self.render()
         return info
 
-    def _alpha_star(self) -> float:
-        """Closed-form optimum of the epoch that has just run, within the bounds."""
+    def _best(self) -> tuple[float, float]:
+        """Closed-form optimum of the epoch that has just run: alpha within the bounds, service ms."""
         share = getattr(getattr(self._node, "workload", None), "hot_share", None)
         if share is None or self._optimum is None:
-            return -1.0
-        alpha_centi = round(float(np.interp(share, self._optimum[0], self._optimum[1])))
-        return self.config.clip(alpha_centi) / 100
+            return -1.0, -1.0
+        shares, alphas_centi, service_ms = self._optimum
+        alpha_centi = round(float(np.interp(share, shares, alphas_centi)))
+        return self.config.clip(alpha_centi) / 100, float(np.interp(share, shares, service_ms))
 
 
 class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):

@@ -161,13 +161,14 @@ class Scenario:
             catalogue=Catalogue(self.tables, self.rows_per_table, zipf=zipf),
         )
 
-    def optimum_curve(self) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
-        """Hot shares [n] and the closed form's best alphas there, hundredths [n]; None for traces."""
+    def optimum_curve(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
+        """The closed form's optimum: hot shares [n], best alphas there (hundredths) and mean service
+        times (ms). None for traces."""
         if self.trace is not None:
             return None
         shares = np.array(HOT_SHARES)
         best = estimate_optimum(self.regime_config(), self.node(), self.profile(), shares)
-        return shares, best.alpha_centi
+        return shares, best.alpha_centi, best.service_ms
 
     def workload(self) -> Workload:
         """The requests, at the wanted utilisation."""

@@ -84,27 +84,32 @@ def _zipf_mass(first: Floats, count: Floats, zipf: float) -> Floats:
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def distinct_rows(curve: Curve, draws: float) -> float:
-    """D(draws), rows of one table."""
-    position = np.log2(draws + 1.0) * POINTS_PER_OCTAVE
-    i = min(int(position), curve.size - 2)
-    t = position - i
+def _hermite(curve: Curve, i: int, t: float) -> float:
+    """D at a share t in [0, 1] of the way from point i to the next."""
+    low, high = curve[i], curve[i + 1]
     t2, t3 = t * t, t * t * t
     return (
-        (2 * t3 - 3 * t2 + 1) * curve[i].rows
-        + (t3 - 2 * t2 + t) * curve[i].slope
-        + (3 * t2 - 2 * t3) * curve[i + 1].rows
-        + (t3 - t2) * curve[i + 1].slope
+        (2 * t3 - 3 * t2 + 1) * low.rows
+        + (t3 - 2 * t2 + t) * low.slope
+        + (3 * t2 - 2 * t3) * high.rows
+        + (t3 - t2) * high.slope
     )
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def distinct_rows(curve: Curve, draws: float) -> float:
+    """D(draws), rows of one table."""
+    position = min(np.log2(draws + 1.0) * POINTS_PER_OCTAVE, curve.size - 1.0)
+    i = min(int(position), curve.size - 2)
+    return _hermite(curve, i, position - i)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def miss_probability(curve: Curve, draws: float) -> float:
     """D'(draws): the probability that a draw misses a cache that holds what `draws` draws touched."""
-    position = np.log2(draws + 1.0) * POINTS_PER_OCTAVE
+    position = min(np.log2(draws + 1.0) * POINTS_PER_OCTAVE, curve.size - 1.0)
     i = min(int(position), curve.size - 2)
-    t = position - i
-    return (1 - t) * curve[i].miss + t * curve[i + 1].miss
+    return curve[i].miss + (position - i) * (curve[i + 1].miss - curve[i].miss)
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -115,15 +120,21 @@ def draws_to_fill(curve: Curve, rows: float) -> float:
     """
     if rows <= 0.0:
         return 0.0
-    if rows >= curve[-1].rows * (1.0 - 1e-9):
+    last = curve.size - 1
+    if rows >= curve[last].rows * (1.0 - 1e-9):
         return np.inf
-    low, high = 0.0, np.exp2((curve.size - 1) / POINTS_PER_OCTAVE) - 1.0
-    for _ in range(200):
-        middle = np.sqrt((low + 1.0) * (high + 1.0)) - 1.0
-        if distinct_rows(curve, middle) < rows:
-            low = middle
+    i, beyond = 0, last
+    while beyond - i > 1:
+        middle = (i + beyond) // 2
+        if curve[middle].rows <= rows:
+            i = middle
         else:
-            high = middle
-        if high - low <= 1e-9 * (high + 1.0):
-            break
-    return 0.5 * (low + high)
+            beyond = middle
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        t = 0.5 * (low + high)
+        if _hermite(curve, i, t) < rows:
+            low = t
+        else:
+            high = t
+    return np.exp2((i + 0.5 * (low + high)) / POINTS_PER_OCTAVE) - 1.0

@@ -74,16 +74,23 @@ def estimate_optimum(
     config: RegimeConfig, node: NodeConfig, hardware: HardwareProfile, hot_share: NDArray[Any]
 ) -> Optimum:
     """Closed form of the best alpha in [0, 1] and the mean service time there, for hot shares [n]."""
+    return _estimate(config, node, hardware, tuple(np.atleast_1d(hot_share).tolist()))
+
+
+@lru_cache(maxsize=256)
+def _estimate(
+    config: RegimeConfig, node: NodeConfig, hardware: HardwareProfile, hot_share: tuple[float, ...]
+) -> Optimum:
     catalogue = config.catalogue
     curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf)
     compute = hardware.compute_table(node.layers, config.max_history_tokens + catalogue.candidates)
     entry = node.kv_pages(int(config.mean_history_tokens))
     rows_per_page = node.page_bytes / catalogue.row_bytes / catalogue.tables
     best, cost = [], []
-    users = config.hot_users(np.asarray(hot_share))
-    for share, hot in zip(np.atleast_1d(hot_share), np.atleast_1d(users), strict=True):
+    users = config.hot_users(np.array(hot_share))
+    for share, hot in zip(hot_share, users, strict=True):
         service = _service_ms(
-            curve, compute, float(share), float(hot * entry), float(node.pool_pages),
+            curve, compute, share, float(hot * entry), float(node.pool_pages),
             rows_per_page, float(config.mean_history_tokens), float(config.new_items),
             float(catalogue.candidates), float(catalogue.tables), hardware.overhead_ms,
             hardware.append_tokens, catalogue.row_bytes / hardware.gather_gbps * 1e-6,

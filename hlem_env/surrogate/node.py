@@ -14,7 +14,7 @@ and come back when their users do; rows come with misses and refill.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -36,7 +36,7 @@ from hlem_env.workload.requests import Requests, Workload
 
 REFILL_HEADROOM = 0.10
 """Share of the link that refill leaves free beside the critical misses."""
-_ONE_OFF_SLOTS_PER_ENTRY = 4
+_ONE_OFF_SLOTS_PER_ENTRY = 2
 
 
 @dataclass(frozen=True)
@@ -397,6 +397,17 @@ def _serve(
     return served
 
 
+class NodeState(NamedTuple):
+    """A node at one moment, to go back to."""
+
+    users: NDArray[np.void]
+    heap: NDArray[np.void]
+    lists: NDArray[np.void]
+    clock: NDArray[np.void]
+    now_s: float
+    waiting: Requests
+
+
 class SurrogateBackend:
     """One node, simulated request by request.
 
@@ -445,14 +456,14 @@ class SurrogateBackend:
 
     def run(self, alpha_centi: int, seconds: float) -> EpochStats:
         """Serve for `seconds` with the embedding share at `alpha_centi` hundredths, 0 to 100."""
+        return self.serve(self.workload.take(self._now_s + seconds), alpha_centi, seconds)
+
+    def serve(self, arriving: Requests, alpha_centi: int, seconds: float) -> EpochStats:
+        """Like `run`, with the requests that arrive given instead of taken from the workload."""
+        require(0 <= alpha_centi <= 100, "alpha_centi", alpha_centi, "0 to 100")
         if self._waiting is None:
             raise BackendError("the surrogate has not been reset: call reset(seed) first")
-        end_s = self._now_s + seconds
-        return self.serve(self._waiting.then(self.workload.take(end_s)), alpha_centi, seconds)
-
-    def serve(self, requests: Requests, alpha_centi: int, seconds: float) -> EpochStats:
-        """Like `run`, on `requests` that include those still waiting and arrive before the end."""
-        require(0 <= alpha_centi <= 100, "alpha_centi", alpha_centi, "0 to 100")
+        requests = self._waiting.then(arriving)
         node = self.node
         begin_s, end_s = self._now_s, self._now_s + seconds
         embedding_pages = node.pool_pages * alpha_centi // 100
@@ -470,6 +481,26 @@ class SurrogateBackend:
         self._now_s = end_s
         self._waiting = waiting = requests[served:]
         return self._stats(seconds, outputs, waiting, alpha_centi)
+
+    def twin(self) -> SurrogateBackend:
+        """A node of the same kind with a state of its own, empty; it shares the workload."""
+        return SurrogateBackend(self.workload, self.node, self.hardware)
+
+    def save(self) -> NodeState:
+        """The state at this moment: queue, caches, clock. The workload's is not part of it."""
+        users, clock = self._users.copy(), self._clock.copy()
+        heap = self._heap[: int(clock["heap_size"][0])].copy()
+        lists = self._lists[: int(clock["hot_listed"][0])].copy()
+        assert self._waiting is not None
+        return NodeState(users, heap, lists, clock, self._now_s, self._waiting)
+
+    def restore(self, state: NodeState) -> None:
+        """Go back to a saved state of this node or a twin."""
+        self._users.view(np.uint64)[:] = state.users.view(np.uint64)
+        self._heap[: state.heap.size] = state.heap
+        self._lists[: state.lists.size] = state.lists
+        self._clock[:] = state.clock
+        self._now_s, self._waiting = state.now_s, state.waiting
 
     def close(self) -> None:
         """Drop the state."""

@@ -22,6 +22,7 @@ from tests.surrogate.exact_simulation import ExactConfig, ExactNode
 
 EPOCH_SECONDS = 5.0
 WARMUP_EPOCHS = 24
+COLD_EPOCHS = 6
 MEASURED_REQUESTS = 4500
 PILOT_REQUESTS = 1200
 ALPHA_BOUNDS = (15, 85)
@@ -256,24 +257,26 @@ def draw_requests(case: Case) -> Requests:
 
 
 def run_exact(case: Case, requests: Requests) -> list[EpochStats]:
-    """Stats of the measured epochs."""
+    """Stats of every epoch, the warm-up's first."""
     node = exact_node(case.node, case.workload, case.hardware, -case.warmup_s, case.seed)
     replay = Replay(requests, case.workload)
-    node.run(replay.take(0.0), case.alpha_centi[0], case.warmup_s)
     return [
-        node.run(replay.take((epoch + 1) * EPOCH_SECONDS), alpha, EPOCH_SECONDS)
-        for epoch, alpha in enumerate(case.alpha_centi)
+        node.run(replay.take(node.now_s + EPOCH_SECONDS), alpha, EPOCH_SECONDS)
+        for alpha in _every_alpha(case)
     ]
 
 
 def run_surrogate(
     case: Case, requests: Requests, backend: type[SurrogateBackend] = SurrogateBackend
 ) -> list[EpochStats]:
-    """Stats of the measured epochs."""
+    """Stats of every epoch, the warm-up's first."""
     surrogate = backend(Replay(requests, case.workload), case.node, case.hardware)
     surrogate.reset(case.seed)
-    surrogate.run(case.alpha_centi[0], case.warmup_s)
-    return [surrogate.run(alpha, EPOCH_SECONDS) for alpha in case.alpha_centi]
+    return [surrogate.run(alpha, EPOCH_SECONDS) for alpha in _every_alpha(case)]
+
+
+def _every_alpha(case: Case) -> tuple[int, ...]:
+    return (case.alpha_centi[0],) * WARMUP_EPOCHS + case.alpha_centi
 
 
 def merged(epochs: list[EpochStats]) -> EpochStats:
@@ -286,7 +289,7 @@ def merged(epochs: list[EpochStats]) -> EpochStats:
 
 @dataclass(frozen=True)
 class Difference:
-    """Surrogate less exact over the measured period."""
+    """Surrogate less exact over the measured period, and once over the start of the warm-up."""
 
     requests: int
     utilisation: float
@@ -302,6 +305,8 @@ class Difference:
     """Requests whose `is_hot` differs."""
     emb_points_by_epoch: float
     """Mean absolute difference of an epoch's embedding hit rate; the exact one's noise included."""
+    cold_emb_points: float
+    """Of the first 30 s, while the embedding cache fills."""
     working_set_percent: float
     """Mean absolute difference at the end of an epoch. A request that starts just before the end in
     one and just after it in the other makes a difference there."""
@@ -309,6 +314,8 @@ class Difference:
 
 def difference(surrogate: list[EpochStats], exact: list[EpochStats]) -> Difference:
     """Compare the two runs of one case."""
+    cold = merged(surrogate[:COLD_EPOCHS]).emb_hit - merged(exact[:COLD_EPOCHS]).emb_hit
+    surrogate, exact = surrogate[WARMUP_EPOCHS:], exact[WARMUP_EPOCHS:]
     mine, truth = merged(surrogate), merged(exact)
     common, at_mine, at_truth = np.intersect1d(
         mine.arrival_s, truth.arrival_s, assume_unique=True, return_indices=True
@@ -327,5 +334,6 @@ def difference(surrogate: list[EpochStats], exact: list[EpochStats]) -> Differen
         utilisation_percent=100 * (mine.utilisation / truth.utilisation - 1),
         hot_flags=int(np.count_nonzero(mine.is_hot[at_mine] != truth.is_hot[at_truth])),
         emb_points_by_epoch=100 * float(np.mean([abs(s.emb_hit - e.emb_hit) for s, e in pairs])),
+        cold_emb_points=100 * cold,
         working_set_percent=100 * float(np.abs(sets[:, 0] - sets[:, 1]).mean() / sets[:, 1].mean()),
     )

@@ -1,8 +1,8 @@
 """The surrogate against the exact simulation, on the same requests.
 
-Bars: KV hit rate equal, embedding hit rate within 2 points, P99 within 5 %, utilisation within 2 %,
-hot users and working set equal. Embedding rows are the surrogate's one approximation; the streams
-leave their cost out and ask for equality.
+Embedding rows are the surrogate's one approximation: on small nodes the hit rate must be within a
+point and P99 within 5 %, and what does not hang on rows must be equal, but for requests that start
+at slightly different times. The streams leave the cost of rows out and ask for equality.
 `python -m tests.surrogate.mutations` shows that a broken surrogate fails.
 """
 
@@ -26,10 +26,11 @@ def misses(found: Difference) -> list[str]:
     """The bars that the surrogate misses, with by how much."""
     bars = {
         "kv_points": 0.2,
-        "emb_points": 2.0,
-        "emb_points_by_epoch": 2.0,
+        "emb_points": 1.0,
+        "emb_points_by_epoch": 1.5,
+        "cold_emb_points": 1.0,
         "p99_percent": 5.0,
-        "utilisation_percent": 2.0,
+        "utilisation_percent": 0.5,
         "hot_flags": 0.0,
         "working_set_percent": 0.5,
     }

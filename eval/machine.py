@@ -1,0 +1,98 @@
+"""The machine behind a figure, and the files that results are written to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from hlem_env.errors import ArgumentError
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores, memory and versions; nothing that names the host or its users.
+
+    `cores` are those that this process may use, `memory_gib` is the whole machine's (None where it
+    cannot be told), a package that is not installed has the version None.
+    """
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "numpy": _version("numpy"),
+        "torch": _version("torch"),
+    }
+
+
+def command(module: str) -> str:
+    """The command line of this process, which ran `python -m MODULE`."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def write_result(path: str | Path, command: str, payload: Mapping[str, Any]) -> None:
+    """Write a result as JSON beside its command and `machine()`, in one step.
+
+    Args:
+        path: file to write; its folder is made if missing.
+        command: what produced the result.
+        payload: plain JSON values under the keys that follow `command` and `machine`.
+
+    Raises:
+        ArgumentError: `payload` holds something else, NaN or infinity, or one of those two keys.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    taken = sorted({"command", "machine"} & set(payload))
+    if taken:
+        raise ArgumentError("payload", taken, "keys other than command and machine")
+    result = {"command": command, "machine": machine(), **payload}
+    try:
+        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        allowed = f"plain JSON values without NaN and infinity ({error})"
+        raise ArgumentError("payload", sorted(payload), allowed) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+    return round(total / 2**30, 1)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,366 @@
+"""Train PPO on HBMPartitionEnv and export a frozen policy: `python -m train.ppo --output DIR`.
+
+After CleanRL's ppo.py (single file, top to bottom, the same names in TensorBoard), for Gymnasium's
+SAME_STEP autoreset: an episode's end is a truncation, so the value of its last state is added to its
+last reward, and no step is spent on a reset. docs/training.md explains every logged metric.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import safetensors.torch
+import torch
+import tyro
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import hlem_env
+from agents.actor_critic import ActorCritic
+from hlem_env.errors import ArtefactError, require
+from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
+from hlem_env.scenario import Scenario, TrainingDomain
+from serving_bridge.policy import export_policy
+
+
+@dataclass
+class Args:
+    """Train PPO and export the best checkpoint as a frozen policy."""
+
+    output: Path = Path("runs/ppo")
+    """folder of the policy, its checkpoint, TensorBoard events and metrics.jsonl"""
+    seed: int = 1
+    """of networks, environments and minibatches"""
+    resume: bool = False
+    """go on from the checkpoint in the output folder"""
+    track: bool = False
+    """log to Weights & Biases as well (pip install wandb)"""
+
+    workload: str = "training"
+    """"training" (random scenarios), or a workload of HBMPartitionEnv"""
+    features: Literal["paper", "working_set"] = "paper"
+    """seven features, or eight with the working set"""
+    reward: Literal["busy_time", "eq5"] = "busy_time"
+    """training signal; evaluation is always by P99"""
+    control_variate: bool = True
+    """subtract the closed form's optimum of the epoch's true hot share from a busy_time reward: it
+    does not depend on actions, so the best policy stays, with less variance"""
+    kv_policy: Literal["scan_resistant", "lru"] = "scan_resistant"
+    """eviction policy of the KV cache"""
+
+    total_timesteps: int = 163_840
+    """environment steps (epochs of the node)"""
+    num_envs: int = 16
+    """parallel environments"""
+    num_steps: int = 128
+    """steps of each environment in a rollout"""
+    learning_rate: float = 1e-3
+    """of Adam, annealed to 0"""
+    gamma: float = 0.9
+    """discount; a move of alpha shows within a few epochs"""
+    gae_lambda: float = 0.9
+    """of generalised advantage estimation"""
+    num_minibatches: int = 8
+    """minibatches of a rollout"""
+    update_epochs: int = 5
+    """passes over a rollout"""
+    clip_coef: float = 0.2
+    """of the surrogate objective"""
+    ent_coef: float = 0.003
+    """of the entropy bonus, annealed to 0"""
+    vf_coef: float = 0.5
+    """of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    reward_scale: float = 30.0
+    """rewards are multiplied by it, for the critic's sake"""
+
+    eval_every: int = 8
+    """rollouts between evaluations"""
+    eval_seeds: int = 12
+    """evaluation scenarios, seeded 10,000 and up: never trained on"""
+
+
+def evaluation_scenarios(args: Args) -> list[Scenario]:
+    """Scenarios that choose the checkpoint: random ones like the training's, from other seeds."""
+    if args.workload != "training":
+        return [Scenario.parse(args.workload, kv_policy=args.kv_policy)] * args.eval_seeds
+    domain, base = TrainingDomain(), Scenario(kv_policy=args.kv_policy)
+    return [
+        domain.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)
+    ]
+
+
+def rollout_p99(args: Args, scenarios: list[Scenario], agent: ActorCritic | None) -> NDArray[Any]:
+    """Mean P99 [scenarios] of one episode each; without an agent alpha follows the closed form."""
+    p99 = np.zeros(len(scenarios))
+    for i, scenario in enumerate(scenarios):
+        env = gym.make(hlem_env.ENV_ID, workload=scenario, features=args.features)
+        observation, info = env.reset(seed=10_000 + i)
+        truncated, total, steps = False, 0.0, 0
+        while not truncated:
+            if agent is not None:
+                action = int(agent.act(torch.from_numpy(observation)))
+            else:
+                wanted = round(100 * (info["alpha_star"] - info["alpha"]))
+                action = int(np.argmin([abs(wanted - step) for step in ACTIONS_CENTI]))
+            observation, _, _, truncated, info = env.step(action)
+            total, steps = total + info["p99_ms"], steps + 1
+        p99[i] = total / steps
+        env.close()
+    return p99
+
+
+def save_checkpoint(folder: Path, agent: ActorCritic, optimizer: Any, progress: dict[str, Any]) -> None:
+    """Network and optimiser as safetensors, the rest as JSON; an interruption leaves the old pair."""
+    tensors = {f"agent.{k}": v.contiguous() for k, v in agent.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"adam.{index}.{k}": torch.as_tensor(v).contiguous() for k, v in state.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"checkpoint-{progress['iteration']:05d}.safetensors"
+    safetensors.torch.save_file(tensors, folder / name)
+    partial = folder / "checkpoint.json.part"
+    partial.write_text(json.dumps(progress | {"tensors": name}))
+    partial.replace(folder / "checkpoint.json")
+    for old in folder.glob("checkpoint-*.safetensors"):
+        if old.name != name:
+            old.unlink()
+
+
+def load_checkpoint(folder: Path, agent: ActorCritic, optimizer: Any) -> dict[str, Any]:
+    """Restore what `save_checkpoint` wrote; returns its progress."""
+    try:
+        progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+        tensors = safetensors.torch.load_file(folder / progress["tensors"])
+    except FileNotFoundError as error:
+        raise ArtefactError(f"--resume: no checkpoint in {folder} ({error})") from error
+    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise ArtefactError(f"--resume: damaged checkpoint in {folder}: {error}") from error
+    agent.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("agent.")})
+    adam: dict[int, dict[str, Any]] = {}
+    for key, value in tensors.items():
+        if key.startswith("adam."):
+            _, index, name = key.split(".")
+            adam.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": adam})
+    return progress
+
+
+def git_revision() -> str:
+    """Revision of the code, or "unknown" outside a checkout."""
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def train(args: Args) -> Path:
+    """Run the training; returns the policy's folder."""
+    require(args.total_timesteps >= args.num_envs * args.num_steps, "total_timesteps",
+            args.total_timesteps, f"at least one rollout of {args.num_envs * args.num_steps}")  # fmt: skip
+    batch_size = args.num_envs * args.num_steps
+    minibatch_size = batch_size // args.num_minibatches
+    num_iterations = args.total_timesteps // batch_size
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(args.seed)
+    shuffle = np.random.default_rng(args.seed)
+
+    envs = RecordEpisodeStatistics(
+        gym.make_vec(
+            hlem_env.ENV_ID, args.num_envs, workload=args.workload, features=args.features,
+            reward=args.reward, kv_policy=args.kv_policy, autoreset_mode="SameStep",
+        )
+    )  # fmt: skip
+    config: MdpConfig = envs.unwrapped.envs[0].config  # type: ignore[attr-defined]
+    agent = ActorCritic(len(config.feature_names), generator=generator)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    progress: dict[str, Any] = {"iteration": 0, "best": None, "episodes": 0, "args": plain(args)}
+    if args.resume:
+        progress = load_checkpoint(args.output, agent, optimizer)
+    first = progress["iteration"]
+    scenarios = evaluation_scenarios(args)
+    reference_ms = rollout_p99(args, scenarios, None)
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.track:
+        import wandb
+
+        wandb.init(project="hlem", config=plain(args), sync_tensorboard=True)
+    writer = SummaryWriter(str(args.output / "tensorboard"))
+    log = (args.output / "metrics.jsonl").open("a" if args.resume else "w")
+
+    def record(step: int, **metrics: float) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name.replace("__", "/"), value, step)
+        log.write(json.dumps({"global_step": step} | {k.replace("__", "/"): v for k, v in metrics.items()}) + "\n")
+        log.flush()
+
+    def evaluate(step: int) -> None:
+        """Keep the checkpoint with the lowest P99 on the evaluation scenarios."""
+        ratio = float(np.mean(rollout_p99(args, scenarios, agent) / reference_ms))
+        record(step, slo__eval_p99_ratio=ratio)
+        if progress["best"] is None or ratio < progress["best"]:
+            progress["best"] = ratio
+            export(args, agent, config, progress)
+
+    shape = (args.num_steps, args.num_envs)
+    obs = torch.zeros((*shape, len(config.feature_names)))
+    actions = torch.zeros(shape, dtype=torch.int64)
+    logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(4))
+    next_obs = torch.from_numpy(envs.reset(seed=1000 * args.seed + first)[0])
+    start, bar = time.time(), tqdm(total=num_iterations, initial=first, unit="rollout", disable=None)
+
+    try:
+        for iteration in range(first + 1, num_iterations + 1):
+            left = 1.0 - (iteration - 1.0) / num_iterations
+            optimizer.param_groups[0]["lr"] = left * args.learning_rate
+
+            # Rollout.
+            slo: dict[str, list[float]] = {"p99_ms": [], "qos": [], "alpha_gap": []}
+            returns: list[float] = []
+            for step in range(args.num_steps):
+                obs[step] = next_obs
+                with torch.inference_mode():
+                    logits = agent.logits(next_obs)
+                    values[step] = agent.value(next_obs)
+                    action = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+                    logprobs[step] = logits.log_softmax(-1).gather(1, action).squeeze(1)
+                actions[step] = action.squeeze(1)
+                observation, reward, terminated, truncated, infos = envs.step(actions[step].numpy())
+                done = terminated | truncated
+                service = np.array(infos["best_service_ms"])
+                if done.any():
+                    service = np.where(done, infos["final_info"]["best_service_ms"], service)
+                    returns += infos["episode"]["r"][done].tolist()
+                if args.reward == "busy_time" and args.control_variate:
+                    reward = np.where(service > 0, reward + service / config.slo_ms, reward)
+                rewards[step] = torch.as_tensor(args.reward_scale * reward, dtype=torch.float32)
+                if truncated.any():
+                    final = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
+                    with torch.inference_mode():
+                        rewards[step, torch.from_numpy(truncated)] += args.gamma * agent.value(final)
+                dones[step] = torch.as_tensor(done, dtype=torch.float32)
+                next_obs = torch.from_numpy(observation)
+                slo["p99_ms"].append(float(infos["p99_ms"].mean()))
+                slo["qos"].append(float(infos["qos"].mean()))
+                slo["alpha_gap"].append(float(np.abs(infos["alpha"] - infos["alpha_star"]).mean()))
+
+            # Generalised advantage estimation.
+            advantages = torch.zeros(shape)
+            with torch.inference_mode():
+                next_value = agent.value(next_obs)
+            last_gae = torch.zeros(args.num_envs)
+            for t in reversed(range(args.num_steps)):
+                following = next_value if t == args.num_steps - 1 else values[t + 1]
+                live = 1.0 - dones[t]
+                delta = rewards[t] + args.gamma * following * live - values[t]
+                last_gae = delta + args.gamma * args.gae_lambda * live * last_gae
+                advantages[t] = last_gae
+            targets = advantages + values
+
+            # Update.
+            flat = (obs.reshape(batch_size, -1), actions.reshape(-1), logprobs.reshape(-1),
+                    advantages.reshape(-1), targets.reshape(-1))  # fmt: skip
+            clipfracs: list[float] = []
+            for _ in range(args.update_epochs):
+                order = torch.from_numpy(shuffle.permutation(batch_size))
+                for begin in range(0, batch_size, minibatch_size):
+                    o, a, old, adv, target = (x[order[begin : begin + minibatch_size]] for x in flat)
+                    logp = agent.logits(o).log_softmax(-1)
+                    logratio = logp.gather(1, a[:, None]).squeeze(1) - old
+                    ratio = logratio.exp()
+                    adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                    clipped = torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+                    pg_loss = torch.max(-adv * ratio, -adv * clipped).mean()
+                    v_loss = 0.5 * ((agent.value(o) - target) ** 2).mean()
+                    entropy = -(logp.exp() * logp).sum(-1).mean()
+                    loss = pg_loss - left * args.ent_coef * entropy + args.vf_coef * v_loss
+                    optimizer.zero_grad()
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                    optimizer.step()
+                    with torch.no_grad():
+                        approx_kl = ((ratio - 1) - logratio).mean().item()
+                        clipfracs.append(((ratio - 1).abs() > args.clip_coef).float().mean().item())
+
+            global_step = iteration * batch_size
+            progress |= {"iteration": iteration, "episodes": progress["episodes"] + len(returns)}
+            explained = 1.0 - float((targets - values).var() / targets.var())
+            record(
+                global_step,
+                charts__learning_rate=left * args.learning_rate,
+                charts__SPS=(iteration - first) * batch_size / (time.time() - start),
+                charts__episodes=progress["episodes"],
+                losses__value_loss=v_loss.item(),
+                losses__policy_loss=pg_loss.item(),
+                losses__entropy=entropy.item(),
+                losses__approx_kl=approx_kl,
+                losses__clipfrac=float(np.mean(clipfracs)),
+                losses__explained_variance=explained,
+                **({"charts__episodic_return": float(np.mean(returns))} if returns else {}),
+                **{f"slo__{name}": float(np.mean(series)) for name, series in slo.items()},
+            )
+            if iteration % args.eval_every == 0 or iteration == num_iterations:
+                evaluate(global_step)
+                save_checkpoint(args.output, agent, optimizer, progress)
+            bar.set_postfix(p99_ms=f"{np.mean(slo['p99_ms']):.1f}", best=progress["best"], refresh=False)
+            bar.update()
+    except KeyboardInterrupt:
+        bar.close()
+        save_checkpoint(args.output, agent, optimizer, progress)
+        if progress["best"] is None:
+            export(args, agent, config, progress)
+        print(f"\nInterrupted. {args.output} holds a usable policy; go on with --resume.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        bar.close()
+        writer.close()  # type: ignore[no-untyped-call]
+        log.close()
+        envs.close()
+    return args.output
+
+
+def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str, Any]) -> None:
+    """Write the policy's folder."""
+    inputs, logits = agent.parity_vectors(np.random.default_rng(args.seed))
+    export_policy(
+        args.output,
+        agent.actor_weights(),
+        mdp_config=config,
+        parity_inputs=inputs,
+        parity_logits=logits,
+        env_spec={
+            "id": hlem_env.ENV_ID,
+            "kwargs": {"workload": args.workload, "features": args.features, "reward": args.reward},
+            "domain": TrainingDomain().to_json() if args.workload == "training" else None,
+            "training": progress,
+        },
+        training_command="python -m train.ppo " + " ".join(sys.argv[1:]),
+        seed=args.seed,
+        git_revision=git_revision(),
+    )
+
+
+def plain(args: Args) -> dict[str, Any]:
+    """The arguments as JSON values."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(args).items()}
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Args)
+    began = time.time()
+    try:
+        folder = train(arguments)
+    except hlem_env.HlemError as error:
+        raise SystemExit(f"train.ppo: {error}") from error
+    print(f"Policy in {folder} after {time.time() - began:.0f} s")
