@@ -36,17 +36,25 @@ REBASE_HALF_LIVES = 256.0
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def touch(policy: int, score: float, now: float, origin: float, half_life: float) -> float:
-    """Score after a request at `now`.
+def touch(policy: int, score: float, now: float, weight: float) -> float:
+    """Score after a request.
 
     Args:
         policy: LRU or SCAN_RESISTANT.
         score: before the request; 0 for a user never seen.
-        now, origin, half_life: seconds.
+        now: time of the request, seconds.
+        weight: of a request at `now`, 2^((now - origin) / half-life).
     """
-    if policy == LRU:
-        return now
-    return score + np.exp2((now - origin) / half_life)
+    return now if policy == LRU else score + weight
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def growth(half_lives: float) -> float:
+    """2^half_lives; by its series within 1e-15 for the short times between two requests."""
+    if abs(half_lives) > 1e-3:
+        return np.exp2(half_lives)
+    x = half_lives * np.log(2.0)
+    return 1.0 + x * (1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -67,9 +75,8 @@ def sift_down(heap: Heap, size: int, key: float, slot: int) -> None:
         child = 2 * i + 1
         if child >= size:
             break
-        right = child + 1
-        if right < size and heap[right].key < heap[child].key:
-            child = right
+        if child + 1 < size:
+            child += heap[child + 1].key < heap[child].key  # no branch: it would be a coin toss
         if heap[child].key >= key:
             break
         heap[i].key, heap[i].slot = heap[child].key, heap[child].slot

@@ -214,12 +214,13 @@ def _make_room(users, heap, lists, clock, pages, score, capacity):  # type: igno
 def _kv_lookup(users, heap, lists, clock, run, slot, length, new_items):  # type: ignore[no-untyped-def]
     """Tokens reused for this request; stores, grows or replaces the user's entry by policy.
 
-    A cached prefix longer than the history before its new items means that the history shrank or
-    was edited: a miss, never a silent reuse.
+    A history that is shorter than the last one with the new items shrank or was edited: a miss,
+    never a silent reuse.
     """
     user = users[slot]
-    if user.cached > length - new_items:
+    if user.length > length - new_items:
         _drop(user, clock)
+    user.length = length
     reused = user.cached
     pages = _kv_pages(length, run)
     more = pages - user.pages
@@ -282,10 +283,11 @@ def _begin(users, heap, clock, curve, run):  # type: ignore[no-untyped-def]
     clock.completed = clock.history = clock.reused = clock.evictions = 0
     clock.hits = clock.refill_rows = clock.missed_rows = 0.0
     clock.busy_s = max(min(clock.server_free_s, run.end_s) - run.begin_s, 0.0)
-    if run.begin_s - clock.origin_s > recency.REBASE_HALF_LIVES * run.half_life_s:
+    half_lives = np.floor((run.begin_s - clock.origin_s) / run.half_life_s)
+    if half_lives > recency.REBASE_HALF_LIVES:
         if run.policy != recency.LRU:
-            recency.rebase(users, heap, clock.heap_size, recency.REBASE_HALF_LIVES)
-        clock.origin_s += recency.REBASE_HALF_LIVES * run.half_life_s
+            recency.rebase(users, heap, clock.heap_size, half_lives)
+        clock.origin_s += half_lives * run.half_life_s
     while clock.kv_used > run.kv_capacity:
         _drop(users[_lowest(users, heap, clock)], clock)
         clock.evictions += 1
@@ -323,13 +325,17 @@ def _serve(
     if clock.open and clock.server_free_s <= run.end_s:
         _close(clock, latency_ms, service_out, arrival_out, is_hot)
     reach = -1.0
-    held = missing = 0.0
+    held = missing = near = bend = 0.0
     served = 0
+    weighed_s = run.begin_s
+    weight = np.exp2((weighed_s - clock.origin_s) / run.half_life_s)
     for i in range(arrivals.size):
         start_s = max(arrivals[i], clock.server_free_s)
         if start_s >= run.end_s:
             break
         served += 1
+        weight *= recency.growth((arrivals[i] - weighed_s) / run.half_life_s)
+        weighed_s = arrivals[i]
         length, new = lengths[i], new_items[i]
         one_off = user_ids[i] >= run.persistent_users
         if one_off:
@@ -339,15 +345,14 @@ def _serve(
                 _drop(user, clock)
                 clock.evictions += 1
             user.score = 0.0
+            user.length = 0
             hot = False
         else:
             slot = user_ids[i]
             user = users[slot]
             hot = _note_visit(user, lists, clock, slot, arrivals[i], run.hot_window_s)
-            user.length = length
-        user.score = recency.touch(
-            run.policy, user.score, start_s, clock.origin_s, run.half_life_s
-        )
+        # By arrival, not start: the order is the same, and the processor need not wait for the queue.
+        user.score = recency.touch(run.policy, user.score, arrivals[i], weight)
         reused = _kv_lookup(users, heap, lists, clock, run, slot, length, new)
         tokens = length - reused + run.candidates
 
@@ -360,6 +365,8 @@ def _serve(
             reach = clock.reach
             held = distinct_rows(curve, reach)
             missing = miss_probability(curve, reach)
+            near = reach / 64.0
+            bend = (miss_probability(curve, reach + near) - missing) / near if near > 0.0 else 0.0
         fresh, again = float(tokens), 0.0
         if reused == 0 and not one_off:
             age = clock.draws - user.read_at
@@ -368,7 +375,10 @@ def _serve(
                 fresh -= again
                 clock.draws += again * age / reach
             user.read_at = clock.draws + fresh
-        missed_rows = distinct_rows(curve, reach + fresh) - held
+        if fresh < near:  # the curve's second-order expansion, within 1e-4
+            missed_rows = fresh * (missing + 0.5 * fresh * bend)
+        else:
+            missed_rows = distinct_rows(curve, reach + fresh) - held
         clock.draws += fresh
         clock.missed_rows += missed_rows
         if reach < full:

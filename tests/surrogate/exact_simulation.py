@@ -113,6 +113,8 @@ class KvCache:
         self.evictions = 0
         self._count: dict[int, tuple[float, float]] = {}
         """By user: decayed count and the time that it was decayed to."""
+        self._length: dict[int, int] = {}
+        """By user: history tokens at the last request."""
 
     def score(self, user: int, now: float) -> float:
         """The higher, the longer the user stays."""
@@ -138,8 +140,9 @@ class KvCache:
         """
         count = self.score(user, now) if self.config.kv_policy == "scan_resistant" else 0.0
         self._count[user] = (count + 1.0, now)
-        if self.tokens.get(user, 0) > length - new_items:
+        if user in self.tokens and self._length.get(user, 0) > length - new_items:
             self._free(user)  # the history shrank or was edited
+        self._length[user] = length
         reused = self.tokens.get(user, 0)
         extra = self.config.kv_pages(length) - self.config.kv_pages(reused)
         if length and self._make_room(user, extra, now):
@@ -332,7 +335,7 @@ class ExactNode:
         self._length[user] = length
         is_hot = self._is_hot(arrivals, arrival_s)
 
-        reused = self.kv.access(user, length, new_items, start_s)
+        reused = self.kv.access(user, length, new_items, arrival_s)
         history = self.histories.visit(user, length, new_items)
         candidates = self.histories.draw(self.catalogue.candidates)
         batch = np.concatenate((history[reused:], candidates)).tolist()

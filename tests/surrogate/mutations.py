@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation(
         "entries do not grow", "user.cached = length", "user.cached = reused if reused else length"
     ),
-    Mutation("reuses a shrunk history", "if user.cached > length - new_items", "if False"),
+    Mutation("reuses a shrunk history", "if user.length > length - new_items", "if False"),
     Mutation(
         "KV keeps its pages when alpha grows",
         "while clock.kv_used > run.kv",
@@ -81,8 +81,8 @@ MUTATIONS = (
     ),
     Mutation(
         "fetches a row once for each lookup",
-        "missed_rows = distinct_rows(curve, reach + fresh) - held",
-        "missed_rows = fresh * missing",
+        "if fresh < near:",
+        "if True:\n            missed_rows = fresh * missing\n        elif fresh < near:",
     ),
     Mutation("forgets who read a row before", "if age < reach:", "if age < -1.0:"),
     Mutation(

@@ -111,11 +111,9 @@ def test_growth_that_finds_no_room_keeps_the_old_entry_and_evicts_nobody() -> No
     assert kv.access(C, 35, 5, 3.0) == 10  # three more pages, B gives one: not enough
     assert kv.tokens == {A: 20, B: 10, C: 10}
     assert kv.access(C, 40, 5, 3.5) == 10  # tokens 10 to 40 were never cached
-    assert kv.access(C, 15, 5, 4.0) == 10  # one more page, B's (1 against C's 3.6)
-    assert kv.tokens == {A: 20, C: 15}
-    assert kv.access(C, 18, 5, 5.0) == 0  # 15 cached, 13 kept: the history shrank
-    assert kv.tokens == {A: 20, C: 18}
-    kv.resize(2, 6.0)  # C (3.9) is above A (2.6)
+    assert kv.access(C, 18, 5, 4.0) == 0  # 13 of the old 40 kept: the history shrank
+    assert kv.tokens == {A: 20, C: 18}  # two pages: its own and B's (1 against C's 3.6)
+    kv.resize(2, 6.0)  # C (2.9) is above A (2.6)
     assert (kv.tokens, kv.used) == ({C: 18}, 2)
 
 
