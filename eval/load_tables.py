@@ -2,10 +2,10 @@
 
     python -m eval.load_tables
 
-Requests a second as a function of the hot share, such that the node is busy for 0.70 of the time at
-its own best alpha under the scan-resistant KV policy. Settings that the file already holds under the
-same key are kept, so that an interrupted run goes on; a change of the simulation itself does not
-change a key, so run it with `--anew` after one.
+Requests a second as a function of the hot share, such that the node is busy for 0.70 of the time
+at its own best alpha under the scan-resistant KV policy. Settings that the file already holds under
+the same key are kept, so that an interrupted run goes on; a change of the simulation itself does
+not change a key, so run it with `--anew` after one.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ def main(args: Args) -> int:
             tables[table["key"]] = table
             write_tables(args.output, [tables[key] for key in keys if key in tables])
             passed_s = time.perf_counter() - start_s
-            print(f"{len(tables):>3} of {len(SETTINGS)} {passed_s:>6.0f} s  {line(table)}", flush=True)
-    if not missing:
-        # Drops tables of settings that are no longer published, and keeps the order.
-        if list(kept) != keys:
-            write_tables(args.output, [tables[key] for key in keys])
+            print(
+                f"{len(tables):>3} of {len(SETTINGS)} {passed_s:>6.0f} s  {line(table)}", flush=True
+            )
+    if not missing and list(kept) != keys:
+        # Settings that are no longer published go, and the order is that of SETTINGS.
+        write_tables(args.output, [tables[key] for key in keys])
     return 0
 
 
@@ -139,7 +140,8 @@ def line(table: Table) -> str:
     """One line about a table: its ends."""
     share, rate, alpha = table["hot_share"], table["requests_per_s"], table["alpha_centi"]
     ends = ", ".join(
-        f"{rate[i]:.0f}/s and alpha {alpha[i] / 100:.2f} at hot share {share[i]:.2f}" for i in (0, -1)
+        f"{rate[i]:.0f}/s and alpha {alpha[i] / 100:.2f} at hot share {share[i]:.2f}"
+        for i in (0, -1)
     )
     return f"{name_of(table['setting'])}: {ends}"
 

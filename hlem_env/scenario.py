@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ class Scenario:
     """Path of per-user counts for the synthetic base histories; None: their published mean and median."""
     trace_histories: str = "base"
     """"base": a synthetic base history for each user; "native": the trace's own lengths."""
+    trace_jitter: bool = False
+    """Move every arrival by up to a second, anew in every episode, so that episodes differ by seed."""
     time_scale: float | None = None
     """Simulated seconds for each second of the trace; None: what gives the wanted utilisation."""
     mean_history_tokens: float = 10_000
@@ -128,6 +132,10 @@ class Scenario:
         """Plain values, as `Scenario.parse` takes them back."""
         return asdict(self)
 
+    def digest(self) -> str:
+        """Hash (8 hex digits) of the fields."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+
     def profile(self) -> HardwareProfile:
         """The hardware, with this scenario's scales."""
         base = HardwareProfile.load(self.hardware)
@@ -190,7 +198,9 @@ class Scenario:
                 trace, counts, np.random.default_rng(TRACE_SEED), max_tokens=self.max_history_tokens
             )
         catalogue = self.regime_config().catalogue
-        workload = TraceWorkload(trace, catalogue, self.max_history_tokens)
+        workload = TraceWorkload(
+            trace, catalogue, self.max_history_tokens, jitter_at_reset=self.trace_jitter
+        )
         if self.time_scale is not None:
             return workload.scaled_to(workload.mean_requests_per_s / self.time_scale)
         return scale_to_utilisation(workload, self.node(), self.profile(), self.utilisation)

@@ -331,6 +331,7 @@ class TraceWorkload:
         time_scale: seconds on the clock for each second of the trace; 0.5 plays twice as fast.
         loop: start over at the end.
         jitter_s: `redraw` moves each arrival by up to this many seconds on the clock, either way.
+        jitter_at_reset: `reset` does so too, so that episodes differ by seed.
 
     Raises:
         ArgumentError: naming the argument and what is allowed.
@@ -344,6 +345,7 @@ class TraceWorkload:
         time_scale: float = 1.0,
         loop: bool = True,
         jitter_s: float = 1.0,
+        jitter_at_reset: bool = False,
     ) -> None:
         require(
             1 <= max_history_tokens <= 10_000_000,
@@ -359,6 +361,7 @@ class TraceWorkload:
         self.time_scale = float(time_scale)
         self.loop = loop
         self.jitter_s = float(jitter_s)
+        self.jitter_at_reset = jitter_at_reset
         self._period_s = trace.duration_s * self.time_scale
         self._by_user = np.argsort(trace.user, kind="stable")
         self._first_pass = self._lengths_of_first_pass()
@@ -404,11 +407,12 @@ class TraceWorkload:
             self.trace.mean_requests_per_s / requests_per_s,
             self.loop,
             self.jitter_s,
+            self.jitter_at_reset,
         )
 
     def reset(self, rng: np.random.Generator, start_s: float) -> None:
-        """Start anew at `start_s` with the arrivals as recorded. Nothing is drawn from `rng`."""
-        self._restart(None, start_s)
+        """Start anew at `start_s` with the arrivals as recorded, unless `jitter_at_reset`."""
+        self._restart(rng if self.jitter_at_reset else None, start_s)
 
     def redraw(self, rng: np.random.Generator, start_s: float) -> None:
         """Start anew at `start_s` with each arrival moved by a uniform draw of +-`jitter_s`.

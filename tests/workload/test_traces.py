@@ -4,8 +4,8 @@ Outside values are those published beside the public sets (rows, users, shares, 
 """
 
 import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,6 @@ from hlem_env.workload.trace_readers import (
     read_user_counts,
 )
 from hlem_env.workload.traces import Trace, TraceWorkload, with_base_histories, zipf_exponent
-
-TRACES = Path(
-    os.environ.get("HLEM_TRACES", Path(__file__).resolve().parents[2].parent / "shared" / "traces")
-)
 
 MOVIES = "7::0011::8::1100\n9::0012::7::1000\n7::0013::10::1100\n7::0011::0::1050\n"
 TAOBAO = (
@@ -48,14 +44,6 @@ SAMPLES = {
     "mooncake": MOONCAKE,
     "csv": TABLE,
 }
-
-
-def shared(name: str) -> Path:
-    """A file of the public sets; skips the test where they are not at hand."""
-    path = TRACES / name
-    if not path.is_file():
-        pytest.skip(f"{name} is neither in $HLEM_TRACES nor in shared/traces beside the checkout")
-    return path
 
 
 def write(folder: Path, text: str | bytes, name: str = "trace.txt") -> Path:
@@ -609,7 +597,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row[0])
-def test_published_figures(published: tuple[str, int, int, int, float, float, float]) -> None:
+def test_published_figures(
+    published: tuple[str, int, int, int, float, float, float], shared: Callable[[str], Path]
+) -> None:
     name, requests, users, items, users_share, items_share, zipf = published
     trace = read_trace(shared(name))
     assert len(trace) == pytest.approx(requests, abs=500 if requests > 20_000 else 0)
@@ -624,7 +614,7 @@ def test_published_figures(published: tuple[str, int, int, int, float, float, fl
         assert trace.metadata["item_zipf"] == pytest.approx(zipf, abs=0.0051)
 
 
-def test_published_times() -> None:
+def test_published_times(shared: Callable[[str], Path]) -> None:
     movies = read_trace(shared("movietweetings-100k.dat"))
     assert movies.duration_s / 86_400 == pytest.approx(185, abs=1)
     assert movies.mean_requests_per_s * 3600 == pytest.approx(22.5, abs=0.05)
@@ -638,7 +628,7 @@ def test_published_times() -> None:
     assert 0.3 < reused < 0.366
 
 
-def test_synthetic_lengths_from_the_published_counts() -> None:
+def test_synthetic_lengths_from_the_published_counts(shared: Callable[[str], Path]) -> None:
     counts = read_user_counts(shared("taobao-mobile-user-counts.csv"))
     assert (counts.size, int(np.median(counts)), int(counts.max())) == (10_000, 747, 31_030)
     assert counts.mean() == pytest.approx(1226, abs=0.5)
@@ -651,7 +641,7 @@ def test_synthetic_lengths_from_the_published_counts() -> None:
     assert drawn.history_length[drawn.is_first].mean() == pytest.approx(9100, rel=0.05)
 
 
-def test_published_hourly_curve() -> None:
+def test_published_hourly_curve(shared: Callable[[str], Path]) -> None:
     hourly = read_hourly(shared("taobao-mobile-hourly.csv"))
     assert hourly.size == 744
     assert hourly.max() / hourly.mean() == pytest.approx(3.33, abs=0.01)

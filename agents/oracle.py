@@ -1,0 +1,45 @@
+"""Controllers that know the future: they play a sequence of alphas found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.controller import Decision
+from hlem_env.errors import BackendError, require
+from hlem_env.telemetry import EpochStats
+
+
+class Planned:
+    """Plays one alpha an epoch.
+
+    Args:
+        alphas_centi: [epochs] hundredths, the first from the warm-up on.
+        name: for tables.
+    """
+
+    period = 1
+
+    def __init__(self, alphas_centi: Sequence[int] | NDArray[np.int64], name: str) -> None:
+        require(len(alphas_centi) > 0, "alphas_centi", alphas_centi, "at least one alpha")
+        self.alphas_centi = [int(alpha) for alpha in alphas_centi]
+        self.initial_alpha_centi = self.alphas_centi[0]
+        self.name = name
+        self._next = 1
+
+    def reset(self, seed: int) -> None:
+        """Go back to the start of the plan."""
+        self._next = 1
+
+    def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
+        """The plan's next alpha.
+
+        Raises:
+            BackendError: the plan has ended.
+        """
+        if self._next >= len(self.alphas_centi):
+            raise BackendError(f"the plan of {self.name} has {len(self.alphas_centi)} epochs only")
+        self._next += 1
+        return Decision(self.alphas_centi[self._next - 1], "planned")

@@ -1,0 +1,148 @@
+"""Records: one episode of one controller, with what is needed to run it again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.oracle import Planned
+from hlem_env.backend import Backend, Runner, run_controller
+from hlem_env.controller import Controller
+from hlem_env.errors import ArtefactError
+from hlem_env.mdp import MdpConfig
+from hlem_env.scenario import Scenario
+from hlem_env.surrogate.load import tables_digest
+
+FORMAT = 1
+SIZE_LIMIT = 64 * 2**20
+SATURATION = 0.95
+
+
+@dataclass(frozen=True)
+class Record:
+    """An episode. Lists have one entry an epoch."""
+
+    controller: str
+    scenario: dict[str, Any]
+    seed: int
+    workload_digest: str
+    """Hash of the workload's course; it changes with the workload's code or a trace's content."""
+    load_tables: str
+    """Hash of the committed load tables."""
+    mdp_config: dict[str, Any]
+    alpha_centi: list[int]
+    p99_ms: list[float]
+    qos: list[float]
+    kv_hit: list[float]
+    emb_hit: list[float]
+    hot_share: list[float]
+    utilisation: list[float]
+    requests: list[int]
+    backlog: int
+    """At the episode's end."""
+    format: int = FORMAT
+
+    @property
+    def mean_p99_ms(self) -> float:
+        """Mean over epochs of the epoch's P99."""
+        return float(np.mean(self.p99_ms))
+
+    @property
+    def mean_qos(self) -> float:
+        """Share of all requests within the SLO."""
+        return float(np.average(self.qos, weights=np.maximum(self.requests, 1e-9)))
+
+    @property
+    def movement(self) -> float:
+        """Sum of the absolute steps of alpha."""
+        return float(np.abs(np.diff(self.alpha_centi)).sum()) / 100
+
+    @property
+    def saturated(self) -> bool:
+        """Busy for more than 0.95 of the time, or a backlog of more than 5 s of requests at the end."""
+        arriving_per_epoch = max(float(np.mean(self.requests)), 1.0)
+        return float(np.mean(self.utilisation)) > SATURATION or self.backlog > arriving_per_epoch
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read what `save` wrote.
+
+        Raises:
+            ArtefactError: no such file, or not a record; says why.
+        """
+        try:
+            if path.stat().st_size > SIZE_LIMIT:
+                raise ArtefactError(f"{path} is larger than {SIZE_LIMIT} bytes")
+            values = json.loads(path.read_text())
+            if not isinstance(values, dict) or values.get("format") != FORMAT:
+                raise ArtefactError(f"{path} is not a record of format {FORMAT}")
+            return cls(**values)
+        except OSError as error:
+            raise ArtefactError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, TypeError) as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise ArtefactError(f"{path} is not a record ({error}); it has {names}") from error
+
+
+def run_record(
+    controller: Controller, backend: Backend, scenario: Scenario, config: MdpConfig, seed: int
+) -> Record:
+    """Run one episode of a controller and keep what happened.
+
+    Args:
+        backend: built from `scenario`; its workload starts anew from `seed`.
+    """
+    stats, alphas = [], []
+    for epoch, _ in run_controller(
+        Runner(backend, config), controller, scenario.episode_epochs, seed
+    ):
+        stats.append(epoch)
+        alphas.append(round(100 * epoch.alpha_target))
+    return Record(
+        controller=controller.name,
+        scenario=scenario.to_json(),
+        seed=seed,
+        workload_digest=backend.workload.digest(),  # type: ignore[attr-defined]
+        load_tables=tables_digest(),
+        mdp_config=config.to_json(),
+        alpha_centi=alphas,
+        p99_ms=[s.p99_ms for s in stats],
+        qos=[s.qos(config.slo_ms) for s in stats],
+        kv_hit=[s.kv_hit for s in stats],
+        emb_hit=[s.emb_hit for s in stats],
+        hot_share=[s.hot_share for s in stats],
+        utilisation=[s.utilisation for s in stats],
+        requests=[s.requests for s in stats],
+        backlog=stats[-1].backlog,
+    )
+
+
+def replay(record: Record) -> tuple[Record, list[str]]:
+    """Run a record's alphas on its scenario and seed again; returns the new record and what differs."""
+    scenario = Scenario.parse(record.scenario)
+    config = MdpConfig(**record.mdp_config)
+    plan = Planned(record.alpha_centi, record.controller)
+    again = run_record(plan, scenario.build(), scenario, config, record.seed)
+    differences = [
+        field.name
+        for field in fields(Record)
+        if not _same(getattr(record, field.name), getattr(again, field.name))
+    ]
+    return again, differences
+
+
+def _same(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, list) and mine and isinstance(mine[0], float):
+        return len(mine) == len(theirs) and bool(np.allclose(mine, theirs, rtol=1e-9, atol=0))
+    return bool(mine == theirs)

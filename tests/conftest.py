@@ -1,0 +1,43 @@
+"""What every test may use: the shared traces, and a skip for tests of a GPU where there is none."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TRACES = Path(os.environ.get("HLEM_TRACES") or Path(__file__).parents[2] / "shared" / "traces")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # takes seconds, and most runs have no such test
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Folder of the public traces: $HLEM_TRACES, or shared/traces beside the checkout."""
+    if not TRACES.is_dir():
+        pytest.skip(
+            f"no traces: {TRACES} is not a folder, set HLEM_TRACES to the one that has them"
+        )
+    return TRACES
+
+
+@pytest.fixture(scope="session")
+def shared(traces: Path) -> Callable[[str], Path]:
+    """A trace file by its name; skips the test where the folder does not have it."""
+
+    def find(name: str) -> Path:
+        path = traces / name
+        if not path.is_file():
+            pytest.skip(f"{name} is not in {traces}, set HLEM_TRACES to a folder that has it")
+        return path
+
+    return find
