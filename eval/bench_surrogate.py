@@ -4,7 +4,8 @@
 
 The bar is on the node alone: every request through both caches and the queue, the epoch's
 statistics and its P99 included. Other rows add what an environment needs: the requests' generation,
-the state and the reward. Rows take turns, so that other work on the machine meets all of them.
+the state and the reward. Rows take turns, so that other work on the machine meets all of them; how
+much of the core this process got in each is given beside it, and what a request takes in CPU time.
 """
 
 from __future__ import annotations
@@ -82,10 +83,14 @@ class Row:
     """Requests a second."""
     epochs_per_s: float
     """Median."""
+    cpu_ns_per_request: float
+    """Nanoseconds of CPU time, median: what counts when other work shares the core."""
+    core_share: float
+    """CPU time over the time that passed, all repetitions."""
 
     @property
     def ns_per_request(self) -> float:
-        """In the median repetition."""
+        """Nanoseconds that passed, in the median repetition."""
         return 1e9 / self.median
 
     def to_json(self) -> dict[str, Any]:
@@ -97,6 +102,8 @@ class Row:
             "median_requests_per_s": round(self.median),
             "median_ns_per_request": round(self.ns_per_request, 2),
             "median_epochs_per_s": round(self.epochs_per_s),
+            "median_cpu_ns_per_request": round(self.cpu_ns_per_request, 2),
+            "core_share": round(self.core_share, 3),
         }
 
 
@@ -110,12 +117,19 @@ def main(args: Args) -> int:
         f"{here['cpu']}, one core{'' if pinned else ' (not pinned)'};"
         f" {args.repetitions} repetitions of {args.seconds:g} s or more"
     )
-    print(f"{'':<50}{'requests':>9}{'million requests/s':>20}{'ns per':>9}{'epochs':>9}")
-    print(f"{'':<50}{'an epoch':>9}{'best':>11}{'median':>9}{'request':>9}{'a second':>9}")
+    print(
+        f"{'':<56}{'requests':>9}{'million requests/s':>20}{'epochs':>9}{'ns a request':>16}"
+        f"{'of':>6}"
+    )
+    print(
+        f"{'':<56}{'an epoch':>9}{'best':>11}{'median':>9}{'a second':>9}{'passed':>9}{'CPU':>7}"
+        f"{'core':>6}"
+    )
     for row in rows:
         print(
-            f"{row.name:<50}{row.requests_per_epoch:>9.0f}{row.best / 1e6:>11.2f}"
-            f"{row.median / 1e6:>9.2f}{row.ns_per_request:>9.1f}{row.epochs_per_s:>9,.0f}"
+            f"{row.name:<56}{row.requests_per_epoch:>9.0f}{row.best / 1e6:>11.2f}"
+            f"{row.median / 1e6:>9.2f}{row.epochs_per_s:>9,.0f}{row.ns_per_request:>9.1f}"
+            f"{row.cpu_ns_per_request:>7.1f}{row.core_share:>6.0%}"
         )
     if first_s is not None:
         print(
@@ -274,13 +288,13 @@ def time_rows(works: dict[str, Work], seconds: float, repetitions: int) -> list[
     """Repetitions of at least `seconds` of each, all of them in turn; one batch of each before."""
     for work in works.values():
         work()
-    timed: dict[str, list[tuple[float, int, int]]] = {name: [] for name in works}
+    timed: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in works}
     for _ in range(repetitions):
         for name, work in works.items():
             timed[name].append(repetition(work, seconds))
     rows = []
     for name, parts in timed.items():
-        took_s, epochs, requests = np.array(parts, np.float64).T
+        took_s, cpu_s, epochs, requests = np.array(parts, np.float64).T
         rows.append(
             Row(
                 name=name,
@@ -288,14 +302,17 @@ def time_rows(works: dict[str, Work], seconds: float, repetitions: int) -> list[
                 best=float((requests / took_s).max()),
                 median=float(np.median(requests / took_s)),
                 epochs_per_s=float(np.median(epochs / took_s)),
+                cpu_ns_per_request=float(np.median(1e9 * cpu_s / requests)),
+                core_share=float(cpu_s.sum() / took_s.sum()),
             )
         )
     return rows
 
 
-def repetition(work: Work, seconds: float) -> tuple[float, int, int]:
-    """Seconds that passed, epochs and requests of whole batches that took at least `seconds`."""
+def repetition(work: Work, seconds: float) -> tuple[float, float, int, int]:
+    """Whole batches for at least `seconds`: seconds that passed and of CPU, epochs, requests."""
     epochs = requests = 0
+    start_cpu_s = time.process_time()
     start_s = time.perf_counter()
     passed_s = 0.0
     while passed_s < seconds:
@@ -303,7 +320,7 @@ def repetition(work: Work, seconds: float) -> tuple[float, int, int]:
         epochs += more_epochs
         requests += more_requests
         passed_s = time.perf_counter() - start_s
-    return passed_s, epochs, requests
+    return passed_s, time.process_time() - start_cpu_s, epochs, requests
 
 
 @contextmanager

@@ -86,14 +86,14 @@ class Args:
     step_centi: int | None = None
     """grid of alpha, hundredths; by default 1, with --quick 2"""
     repeats: int | None = None
-    """drawings of the requests; by default 8, with --quick 2"""
+    """drawings of the requests; by default 6, with --quick 2"""
     epochs: int | None = None
-    """measured epochs after the warm-up of each; by default 30, with --quick 24"""
+    """measured epochs after the warm-up of each; by default 36, with --quick 24"""
     jobs: int = 2
     """threads"""
 
     def __post_init__(self) -> None:
-        step, repeats, epochs = (2, 2, 24) if self.quick else (1, 8, 30)
+        step, repeats, epochs = (2, 2, 24) if self.quick else (1, 6, 36)
         self.step_centi = step if self.step_centi is None else self.step_centi
         self.repeats = repeats if self.repeats is None else self.repeats
         self.epochs = epochs if self.epochs is None else self.epochs

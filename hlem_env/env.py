@@ -18,6 +18,7 @@ from hlem_env.errors import ArgumentError, require, require_choice
 from hlem_env.mdp import MdpConfig
 from hlem_env.rendering import History, draw_frame, draw_text
 from hlem_env.scenario import Scenario, TrainingDomain
+from hlem_env.surrogate.load import Optimum
 from hlem_env.telemetry import EpochStats
 
 Observation = NDArray[np.float32]
@@ -64,7 +65,8 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
 
     `reward="eq5"` (the paper's Eq. 5): share of requests within the SLO - max(0, P99 - SLO) / SLO.
     `reward="busy_time"`: minus the mean service time / SLO, a less noisy signal for training.
-    Both are clipped below at -4. An epoch without requests has QoS 1 and P99 0; one in which
+    `reward="queueing"`: minus ln(P99 / SLO), with the P99 that a queue of these service times and
+    this request rate has in the long run. All are clipped to [-4, 1]. An epoch without requests has QoS 1 and P99 0; one in which
     requests wait and none completes has QoS 0 and the age of the oldest as P99.
 
     ## Starting State
@@ -85,7 +87,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     | `hardware` | None | profile name or path, instead of the scenario's |
     | `kv_policy` | None | `"scan_resistant"` or `"lru"`, instead of the scenario's |
     | `features` | `"paper"` | `"paper"` or `"working_set"` |
-    | `reward` | `"eq5"` | `"eq5"` or `"busy_time"` |
+    | `reward` | `"eq5"` | `"eq5"`, `"busy_time"` or `"queueing"` |
     | `slo_ms` | 30 | service level objective on latency, milliseconds |
     | `epoch_seconds` | 5 | seconds between decisions |
     | `alpha_bounds` | (0.1, 0.9) | multiples of 0.01 in [0, 1] |
@@ -102,8 +104,8 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     observation, reward, terminated, truncated, info = env.step(6)
     ```
 
-    `info` always has: `alpha`, `alpha_star` and `best_service_ms` (closed-form optimum of the
-    surrogate and the mean service time there, -1 where there is none), `p99_ms`, `qos`, `kv_hit`, `emb_hit`, `hot_share`, `working_set`, `utilisation`,
+    `info` always has: `alpha`, `alpha_star` (closed-form optimum of the surrogate, -1 where there is
+    none), `reward_reference` (what a smooth reward would be there, 0 where there is none), `p99_ms`, `qos`, `kv_hit`, `emb_hit`, `hot_share`, `working_set`, `utilisation`,
     `mean_service_ms`, `requests`, `backlog`, `clipped` (the step went out of bounds).
 
     ## Vectorized environment
@@ -173,7 +175,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         )
         self._make_backend = _backend_factory(backend)
         self._runner: Runner | None = None
-        self._optimum: tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None = None
+        self._optimum: tuple[NDArray[np.float64], Optimum] | None = None
         if self.domain is None:
             self._build()
         self._epoch = 0
@@ -233,7 +235,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         if self._runner is not None:
             self._runner.backend.close()
         self._runner = Runner(self._make_backend(self.scenario), self.config)
-        self._optimum = self.scenario.optimum_curve()
+        self._optimum = self.scenario.optimum()
 
     @property
     def _node(self) -> Backend | None:
@@ -241,11 +243,10 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
 
     def _after(self, stats: EpochStats) -> Info:
         assert self._runner is not None
-        alpha_star, best_service_ms = self._best()
         info: Info = {
             "alpha": stats.alpha_target,
-            "alpha_star": alpha_star,
-            "best_service_ms": best_service_ms,
+            "alpha_star": self._alpha_star(),
+            "reward_reference": self._reference(stats),
             "p99_ms": stats.p99_ms,
             "qos": stats.qos(self.config.slo_ms),
             "kv_hit": stats.kv_hit,
@@ -264,14 +265,25 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
                 self.render()
         return info
 
-    def _best(self) -> tuple[float, float]:
-        """Closed-form optimum of the epoch that has just run: alpha within the bounds, service ms."""
+    def _alpha_star(self) -> float:
+        """Closed-form optimum of the epoch that has just run, within the bounds; -1: none."""
         share = getattr(getattr(self._node, "workload", None), "hot_share", None)
         if share is None or self._optimum is None:
-            return -1.0, -1.0
-        shares, alphas_centi, service_ms = self._optimum
-        alpha_centi = round(float(np.interp(share, shares, alphas_centi)))
-        return self.config.clip(alpha_centi) / 100, float(np.interp(share, shares, service_ms))
+            return -1.0
+        shares, best = self._optimum
+        return self.config.clip(round(float(np.interp(share, shares, best.alpha_centi)))) / 100
+
+    def _reference(self, stats: EpochStats) -> float:
+        """A smooth reward at the closed form's optimum, for the hot share, the lengths and the
+        number of requests that the epoch happened to have: it does not depend on actions."""
+        if self._optimum is None or self.config.reward == "eq5" or not stats.requests:
+            return 0.0
+        shares, best = self._optimum
+        longer = stats.mean_history_tokens / self.scenario.mean_history_tokens
+        service_ms = longer * float(np.interp(stats.hot_share, shares, best.service_ms))
+        square_ms2 = longer**2 * float(np.interp(stats.hot_share, shares, best.square_ms2))
+        rate = stats.requests / stats.duration_s
+        return mdp.smooth_reward(service_ms, square_ms2, rate, self.config)
 
 
 class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):

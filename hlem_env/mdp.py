@@ -38,10 +38,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "working_set",
     ),
 }
-REWARDS = ("eq5", "busy_time")
+REWARDS = ("eq5", "busy_time", "queueing")
 REWARD_FLOOR = -4.0
 """Rewards are clipped here, or one saturated epoch would outweigh an episode."""
 P99_SCALE_SLOS = 4.0
+MOST_UTILISATION = 0.9
+"""At which the queueing model's utilisation is clipped: one busy epoch must not outweigh a hundred."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,44 @@ def reward(stats: EpochStats, config: MdpConfig) -> float:
     """Reward of an epoch, in [REWARD_FLOOR, 1].
 
     "eq5" is the paper's Eq. 5 with lambda = 1 / SLO: share within the SLO - max(0, P99 - SLO) / SLO.
-    "busy_time" is minus the mean service time over the SLO: the same preference, less noise.
+    "busy_time" is minus the mean service time over the SLO. "queueing" is minus the logarithm of the
+    P99, over the SLO, that a queue with the epoch's service times and request rate has in the long
+    run. The last two prefer much the same splits with less noise.
     """
-    if config.reward == "busy_time":
-        value = -stats.mean_service_ms / config.slo_ms
-    else:
+    if config.reward == "eq5":
         value = stats.qos(config.slo_ms) - max(0.0, stats.p99_ms / config.slo_ms - 1.0)
-    return max(value, REWARD_FLOOR)
+    else:
+        square = float(np.square(stats.service_ms).mean()) if stats.requests else 0.0
+        rate = stats.requests / stats.duration_s
+        value = smooth_reward(stats.mean_service_ms, square, rate, config)
+    return min(max(value, REWARD_FLOOR), 1.0)
+
+
+def smooth_reward(
+    mean_service_ms: float, square_service_ms2: float, requests_per_s: float, config: MdpConfig
+) -> float:
+    """"busy_time" or "queueing", without the floor, from the service time's first two moments."""
+    if config.reward == "busy_time":
+        return -mean_service_ms / config.slo_ms
+    p99_ms = queueing_p99_ms(mean_service_ms, square_service_ms2, requests_per_s)
+    return -float(np.log(max(p99_ms, 1e-3) / config.slo_ms))
+
+
+def queueing_p99_ms(
+    mean_service_ms: float, square_service_ms2: float, requests_per_s: float
+) -> float:
+    """P99 latency of an M/G/1 queue, with an exponential tail of the wait.
+
+    Pollaczek and Khinchine's mean wait of those who wait is E[S^2] / (2 E[S] (1 - rho)); a share
+    rho waits, so that the wait's P99 is that mean x ln(100 rho). To it comes the mean service time.
+
+    Args:
+        mean_service_ms: E[S], 0 without requests.
+        square_service_ms2: E[S^2].
+        requests_per_s: arrivals.
+    """
+    if mean_service_ms <= 0.0:
+        return 0.0
+    rho = min(requests_per_s * mean_service_ms / 1000.0, MOST_UTILISATION)
+    mean_wait_ms = square_service_ms2 / (2.0 * mean_service_ms * (1.0 - rho))
+    return mean_service_ms + mean_wait_ms * max(float(np.log(100.0 * rho)), 0.0)

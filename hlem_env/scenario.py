@@ -17,6 +17,7 @@ from hlem_env.surrogate.hardware import HardwareProfile
 from hlem_env.surrogate.load import (
     HOT_SHARES,
     TARGET_UTILISATION,
+    Optimum,
     estimate_optimum,
     load_curve,
 )
@@ -169,14 +170,14 @@ class Scenario:
             catalogue=Catalogue(self.tables, self.rows_per_table, zipf=zipf),
         )
 
-    def optimum_curve(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None:
-        """The closed form's optimum: hot shares [n], best alphas there (hundredths) and mean service
-        times (ms). None for traces."""
+    def optimum(self) -> tuple[NDArray[np.float64], Optimum] | None:
+        """Hot shares [n] and the closed form's optimum there; None for traces."""
         if self.trace is not None:
             return None
+        config, node, hardware = self.regime_config(), self.node(), self.profile()
+        load = load_curve(config, node, hardware, self.utilisation)
         shares = np.array(HOT_SHARES)
-        best = estimate_optimum(self.regime_config(), self.node(), self.profile(), shares)
-        return shares, best.alpha_centi, best.service_ms
+        return shares, estimate_optimum(config, node, hardware, shares, load)
 
     def workload(self) -> Workload:
         """The requests, at the wanted utilisation."""

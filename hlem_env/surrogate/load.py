@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import require
+from hlem_env.mdp import queueing_p99_ms
 from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
 from hlem_env.surrogate.hit_rates import (
     distinct_curve,
@@ -41,16 +42,18 @@ class Optimum(NamedTuple):
 
     alpha_centi: NDArray[np.int64]
     service_ms: NDArray[np.float64]
+    square_ms2: NDArray[np.float64]
+    """Second moment of the service time."""
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _service_ms(
+def _service_moments(
     curve, compute, hot_share, hot_pages, pool_pages, rows_per_page, history, new_items,
     candidates, tables, overhead_ms, append_tokens, missed_row_ms, resident_row_ms,
 ):  # type: ignore[no-untyped-def] # fmt: skip
-    """Mean service time [101] at every alpha, when hot users fill the KV cache first and nobody
-    else's entries are reused."""
-    service = np.empty(101)
+    """Mean and second moment of the service time [2, 101] at every alpha, when hot users fill the KV
+    cache first and nobody else's entries are reused."""
+    moments = np.empty((2, 101))
     tokens = np.array([new_items + candidates, history + candidates])
     cost = np.empty(2)
     for alpha in range(101):
@@ -66,39 +69,72 @@ def _service_ms(
             )
         kv_pages = pool_pages * (100 - alpha) / 100
         reused = hot_share * min(1.0, kv_pages / hot_pages) if hot_pages > 0 else 0.0
-        service[alpha] = reused * cost[0] + (1.0 - reused) * cost[1]
-    return service
+        moments[0, alpha] = reused * cost[0] + (1.0 - reused) * cost[1]
+        moments[1, alpha] = reused * cost[0] ** 2 + (1.0 - reused) * cost[1] ** 2
+    return moments
 
 
 def estimate_optimum(
-    config: RegimeConfig, node: NodeConfig, hardware: HardwareProfile, hot_share: NDArray[Any]
+    config: RegimeConfig,
+    node: NodeConfig,
+    hardware: HardwareProfile,
+    hot_share: NDArray[Any],
+    load: LoadCurve | None = None,
 ) -> Optimum:
-    """Closed form of the best alpha in [0, 1] and the mean service time there, for hot shares [n]."""
-    return _estimate(config, node, hardware, tuple(np.atleast_1d(hot_share).tolist()))
+    """Closed form of the best alpha in [0, 1] for hot shares [n].
+
+    With a load the best is that of the queue's P99 (`mdp.queueing_p99_ms`), without one that of the
+    mean service time.
+    """
+    shares = tuple(np.atleast_1d(hot_share).tolist())
+    return _estimate(config, node, hardware, shares, load)
 
 
 @lru_cache(maxsize=256)
 def _estimate(
-    config: RegimeConfig, node: NodeConfig, hardware: HardwareProfile, hot_share: tuple[float, ...]
+    config: RegimeConfig,
+    node: NodeConfig,
+    hardware: HardwareProfile,
+    hot_share: tuple[float, ...],
+    load: LoadCurve | None,
 ) -> Optimum:
+    moments = _closed_form(config, node, hardware, hot_share)
+    if load is None:
+        best = moments[:, 0].argmin(axis=1)
+    else:
+        rates = load(np.array(hot_share))
+        p99 = [
+            [queueing_p99_ms(mean, square, rate) for mean, square in zip(*m, strict=True)]
+            for m, rate in zip(moments.tolist(), rates.tolist(), strict=True)
+        ]
+        best = np.array(p99).argmin(axis=1)
+    rows = np.arange(best.size)
+    return Optimum(best, moments[rows, 0, best], moments[rows, 1, best])
+
+
+@lru_cache(maxsize=256)
+def _closed_form(
+    config: RegimeConfig, node: NodeConfig, hardware: HardwareProfile, hot_share: tuple[float, ...]
+) -> NDArray[np.float64]:
+    """Moments of the service time [hot shares, 2, 101 alphas]."""
     catalogue = config.catalogue
-    curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf)
     compute = hardware.compute_table(node.layers, config.max_history_tokens + catalogue.candidates)
     entry = node.kv_pages(int(config.mean_history_tokens))
-    rows_per_page = node.page_bytes / catalogue.row_bytes / catalogue.tables
-    best, cost = [], []
     users = config.hot_users(np.array(hot_share))
-    for share, hot in zip(hot_share, users, strict=True):
-        service = _service_ms(
-            curve, compute, share, float(hot * entry), float(node.pool_pages),
-            rows_per_page, float(config.mean_history_tokens), float(config.new_items),
-            float(catalogue.candidates), float(catalogue.tables), hardware.overhead_ms,
-            hardware.append_tokens, catalogue.row_bytes / hardware.gather_gbps * 1e-6,
-            2 * catalogue.row_bytes / hardware.hbm_gbps * 1e-6,
-        )  # fmt: skip
-        best.append(int(service.argmin()))
-        cost.append(float(service.min()))
-    return Optimum(np.array(best), np.array(cost))
+    return np.stack(
+        [
+            _service_moments(
+                distinct_curve(catalogue.rows_per_table, catalogue.zipf), compute, share,
+                float(hot * entry), float(node.pool_pages),
+                node.page_bytes / catalogue.row_bytes / catalogue.tables,
+                float(config.mean_history_tokens), float(config.new_items),
+                float(catalogue.candidates), float(catalogue.tables), hardware.overhead_ms,
+                hardware.append_tokens, catalogue.row_bytes / hardware.gather_gbps * 1e-6,
+                2 * catalogue.row_bytes / hardware.hbm_gbps * 1e-6,
+            )
+            for share, hot in zip(hot_share, users, strict=True)
+        ]
+    )  # fmt: skip
 
 
 def estimate_load(
