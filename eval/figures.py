@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -95,8 +96,9 @@ def by_hot_share(
 
     Returns
     -------
-        For each hot share, rounded to 0.1 (to 0.2 or more if these were more than six), with at
-        least three epochs: {"hot_share": their mean, "epochs": their number, "p99_ms": [alphas]}.
+        For each hot share, rounded to 0.1 (coarser if these were more than six; close ones are
+        one), with at least three epochs:
+        {"hot_share": their mean, "epochs": their number, "p99_ms": [alphas]}.
     """
     p99, share = np.asarray(p99_ms, float), np.asarray(hot_share, float)
     if p99.shape != (np.size(alphas_centi), share.size):
@@ -108,6 +110,10 @@ def by_hot_share(
         if len(kept) <= CURVES:
             break
         width += 0.1
+    # A steady share at the edge between two bins falls into both: one curve.
+    for lower, upper in pairwise(kept):
+        if share[bins == upper].mean() - share[bins == lower].mean() < width / 2:
+            bins[bins == lower] = upper
     return [
         {
             "hot_share": float(share[bins == b].mean()),
@@ -115,6 +121,7 @@ def by_hot_share(
             "p99_ms": p99[:, bins == b].mean(axis=1).tolist(),
         }
         for b in kept
+        if (bins == b).any()
     ]
 
 

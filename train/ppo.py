@@ -67,17 +67,20 @@ class Args:
     """steps of each environment in a rollout"""
     learning_rate: float = 1e-3
     """of Adam, annealed to 0"""
-    gamma: float = 0.9
-    """discount; a move of alpha shows within a few epochs"""
+    gamma: float = 0.7
+    """discount; most of what a move of alpha does shows within three epochs"""
     gae_lambda: float = 0.9
     """of generalised advantage estimation"""
+    center_advantages: bool = True
+    """subtract each environment's mean advantage over the rollout: how good a scenario is shifts all
+    rewards of its episode alike, and the critic cannot see it"""
     num_minibatches: int = 8
     """minibatches of a rollout"""
-    update_epochs: int = 5
+    update_epochs: int = 10
     """passes over a rollout"""
     clip_coef: float = 0.2
     """of the surrogate objective"""
-    ent_coef: float = 0.003
+    ent_coef: float = 0.0
     """of the entropy bonus, annealed to 0"""
     vf_coef: float = 0.5
     """of the value loss"""
@@ -268,6 +271,8 @@ def train(args: Args) -> Path:
                 last_gae = delta + args.gamma * args.gae_lambda * live * last_gae
                 advantages[t] = last_gae
             targets = advantages + values
+            if args.center_advantages:
+                advantages -= advantages.mean(dim=0, keepdim=True)
 
             # Update.
             flat = (obs.reshape(batch_size, -1), actions.reshape(-1), logprobs.reshape(-1),

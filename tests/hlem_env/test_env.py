@@ -454,7 +454,32 @@ def test_alpha_star_is_within_the_bounds_and_follows_the_workload() -> None:
     assert min(stars) == 0.3
     assert max(stars) == 0.7
     assert stars.index(0.3) < stars.index(0.7, 10)
-    assert all(info["best_service_ms"] > 0 for info in infos)
+
+
+@pytest.mark.parametrize(("reward", "near"), [("busy_time", 0.002), ("queueing", 0.06)])
+def test_the_reference_is_the_reward_at_the_optimum_whatever_is_done(
+    reward: str, near: float
+) -> None:
+    """Near, since the closed form knows neither warm users nor growing histories."""
+
+    def means(initial_alpha: float, action: int) -> tuple[float, float]:
+        env = HBMPartitionEnv(reward=reward, initial_alpha=initial_alpha)
+        env.reset(seed=1)
+        results = [env.step(action) for _ in range(30)]
+        references = [float(info["reward_reference"]) for *_, info in results]
+        return float(np.mean([r[1] for r in results])), float(np.mean(references))
+
+    star = HBMPartitionEnv(reward=reward).reset(seed=1)[1]["alpha_star"]
+    at_star, reference = means(star, 3)
+    assert at_star == pytest.approx(reference, abs=near)
+    for action in (0, 6):
+        elsewhere, unmoved = means(0.5, action)
+        assert unmoved == pytest.approx(reference, abs=near / 20)
+        assert elsewhere < at_star
+
+
+def test_eq5_has_no_reference() -> None:
+    assert HBMPartitionEnv(workload=SMALL).reset(seed=0)[1]["reward_reference"] == 0.0
 
 
 # Wrong arguments

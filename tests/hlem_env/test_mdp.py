@@ -17,6 +17,7 @@ from tests.hlem_env.epochs import epochs, make_stats
 
 EQ5 = MdpConfig()
 BUSY = MdpConfig(reward="busy_time")
+QUEUEING = MdpConfig(reward="queueing")
 WORKING_SET = MdpConfig(features="working_set")
 
 
@@ -69,13 +70,53 @@ def test_busy_time(service_ms: list[float], expected: float) -> None:
     assert mdp.reward(stats, BUSY) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.xfail(reason="a mean over no request is 0, the best reward there is")
-def test_busy_time_of_a_node_that_is_stuck_is_worse_than_that_of_an_idle_one() -> None:
+@pytest.mark.parametrize("rho", [0.05, 0.3, 0.7, 0.85])
+def test_queueing_p99_of_an_exponential_server(rho: float) -> None:
+    """M/M/1: the wait's distribution is known, P(wait > t) = rho exp(-(1 - rho) t / S)."""
+    mean_ms = 10.0
+    wait_ms = mean_ms / (1 - rho) * np.log(rho / 0.01)
+    p99_ms = mdp.queueing_p99_ms(mean_ms, 2 * mean_ms**2, 1000 * rho / mean_ms)
+    assert p99_ms == pytest.approx(mean_ms + wait_ms)
+
+
+def test_queueing_p99_without_a_queue() -> None:
+    assert mdp.queueing_p99_ms(0.0, 0.0, 0.0) == 0.0
+    # Fewer than one request in a hundred waits.
+    assert mdp.queueing_p99_ms(10.0, 100.0, 0.5) == 10.0
+
+
+def test_queueing_is_the_logarithm_of_the_p99_over_the_slo() -> None:
+    # 350 requests of 10 ms in 5 s: busy for 0.7 of it, and half of E[S^2] / E[S] is 5 ms.
+    stats = make_stats([1e5] * 350, service_ms=[10.0] * 350)
+    p99_ms = 10 + 5 / 0.3 * np.log(70)
+    assert mdp.reward(stats, QUEUEING) == pytest.approx(-np.log(p99_ms / 30))
+    assert mdp.reward(make_stats(), QUEUEING) == 1.0
+    fast = make_stats([1.0], service_ms=[1.0])
+    assert mdp.reward(fast, QUEUEING) == 1.0
+
+
+def test_queueing_gets_worse_with_load_and_is_bounded_in_overload() -> None:
+    rewards = [
+        mdp.reward(make_stats([1.0] * n, service_ms=[10.0] * n), QUEUEING)
+        for n in (100, 200, 300, 400, 450, 499, 600)
+    ]
+    assert rewards[:5] == sorted(rewards[:5], reverse=True)
+    assert len(set(rewards[:5])) == 5
+    assert rewards[4:] == pytest.approx([rewards[4]] * 3)
+
+
+@pytest.mark.xfail(reason="moments over no request are 0, the best reward there is")
+@pytest.mark.parametrize("reward", ["busy_time", "queueing"])
+def test_a_node_that_is_stuck_is_worse_than_an_idle_one(reward: str) -> None:
+    config = replace(EQ5, reward=reward)
     stuck = make_stats(backlog=9, backlog_age_s=500.0)
-    assert mdp.reward(stuck, BUSY) < mdp.reward(make_stats(), BUSY)
+    assert mdp.reward(stuck, config) < mdp.reward(make_stats(), config)
 
 
-@given(epochs(), st.sampled_from([EQ5, BUSY, replace(EQ5, slo_ms=1e-3)]))
+@given(
+    epochs(),
+    st.sampled_from([EQ5, BUSY, QUEUEING, replace(EQ5, slo_ms=1e-3), replace(BUSY, slo_ms=1e-3)]),
+)
 def test_rewards_are_bounded(stats: EpochStats, config: MdpConfig) -> None:
     value = mdp.reward(stats, config)
     assert type(value) is float
@@ -188,7 +229,7 @@ def test_config_survives_json(**fields: Any) -> None:
         ({"epoch_seconds": 0.0}, "epoch_seconds=0.0"),
         ({"epoch_seconds": float("nan")}, "epoch_seconds=nan"),
         ({"features": "all"}, "features='all'.*paper, working_set"),
-        ({"reward": "none"}, "reward='none'.*busy_time, eq5"),
+        ({"reward": "none"}, "reward='none'.*busy_time, eq5, queueing"),
     ],
     ids=str,
 )

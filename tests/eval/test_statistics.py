@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from eval.statistics import Estimate, interquartile_mean, iqm, ratio_of_means, resample
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ([5.0], 5.0),
+        ([1.0, 2.0, 9.0], 4.0),  # fewer than 4: the mean
+        ([100.0, 2.0, 4.0, -50.0], 3.0),
+        ([8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 1000.0], 5.25),  # (3 + 5 + 6 + 7) / 4
+        (list(range(16)), 7.5),
+        ([1.0, 2.0, 3.0, 4.0, 90.0], 3.0),  # one of five cut at each end
+    ],
+    ids=str,
+)
+def test_interquartile_mean_by_hand(values: list[float], mean: float) -> None:
+    assert interquartile_mean(np.array(values)) == pytest.approx(mean)
+    assert iqm(np.array(values)).value == pytest.approx(mean)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=40))
+def test_interquartile_mean_is_scipys_trimmed_mean(values: list[float]) -> None:
+    mine = interquartile_mean(np.array(values))
+    assert mine == pytest.approx(stats.trim_mean(values, 0.25), abs=1e-6)
+
+
+def test_interquartile_mean_works_along_the_last_axis() -> None:
+    values = np.array([[0.0, 1.0, 2.0, 99.0], [4.0, 4.0, 4.0, 4.0]])
+    assert interquartile_mean(values).tolist() == [1.5, 4.0]
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    found = [iqm(rng.normal(10, 2, 16)) for _ in range(200)]
+    covered = np.mean([e.low <= 10 <= e.high for e in found])
+    assert 0.85 <= covered <= 0.99
+    assert all(e.low <= e.value <= e.high for e in found)
+
+
+def test_equal_seeds_have_no_interval() -> None:
+    assert iqm(np.full(16, 3.0)) == Estimate(3.0, 3.0, 3.0)
+    assert iqm(np.array([3.0])) == Estimate(3.0, 3.0, 3.0)
+
+
+def test_estimates_repeat_and_ignore_global_state() -> None:
+    values = np.random.default_rng(0).normal(size=16)
+    first = iqm(values)
+    np.random.seed(1)
+    assert iqm(values) == first
+    assert np.array_equal(resample(5), resample(5))
+    assert resample(5).min() == 0 and resample(5).max() == 4
+
+
+def test_ratio_is_of_means_and_not_a_mean_of_ratios() -> None:
+    found = ratio_of_means(np.array([1.0, 9.0]), np.array([1.0, 3.0]))
+    assert found.value == 2.5  # the ratios' mean is 2
+
+
+def test_ratio_is_paired() -> None:
+    rng = np.random.default_rng(3)
+    seeds = rng.normal(30, 8, 16)  # what differs between seeds is common to both
+    paired = ratio_of_means(0.9 * seeds, seeds)
+    assert paired.low == pytest.approx(0.9) and paired.high == pytest.approx(0.9)
+    shuffled = ratio_of_means(0.9 * rng.permutation(seeds), seeds)
+    assert shuffled.high - shuffled.low > 0.05
