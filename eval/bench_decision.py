@@ -23,8 +23,8 @@ import tyro
 from numpy.typing import NDArray
 
 from agents.actor_critic import ActorCritic
-from eval.machine import command, machine, write_result
 from hlem_env.errors import ArgumentError, require
+from hlem_env.machine import command, machine, write_result
 from hlem_env.mdp import MdpConfig, observe
 from hlem_env.telemetry import EpochStats
 from serving_bridge.policy import FrozenPolicy, export_policy

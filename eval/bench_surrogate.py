@@ -25,9 +25,9 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from eval.machine import command, machine, write_result
 from hlem_env.env import HBMPartitionEnv, HBMPartitionVectorEnv
 from hlem_env.errors import require
+from hlem_env.machine import command, machine, write_result
 from hlem_env.mdp import ACTIONS_CENTI
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.optimum import record_episode

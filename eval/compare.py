@@ -30,16 +30,23 @@ from agents.ppo_only import PpoOnly
 from agents.static import Static
 from agents.working_set import WorkingSetRule
 from eval.figures import alpha_star_summary
-from eval.machine import command, write_result
 from eval.records import Record, run_record
 from eval.report import write_report
 from eval.statistics import iqm, ratio_of_means
 from hlem_env.controller import Controller
 from hlem_env.errors import HlemError, require
+from hlem_env.machine import command, write_result
 from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.load import tables_digest
-from hlem_env.surrogate.optimum import AlphaStar, alpha_star, hold_all, reachable, record_episode
+from hlem_env.surrogate.optimum import (
+    AlphaStar,
+    alpha_star,
+    foreseen,
+    hold_all,
+    reachable,
+    record_episode,
+)
 from serving_bridge.policy import FrozenPolicy
 
 FIRST_SEED = 20_000
@@ -48,7 +55,7 @@ DESIGN_SEEDS = range(30_000, 30_004)
 STATIC_CENTI = (10, 30, 50, 70, 90)
 GRID = range(10, 91, 2)
 BEST_STATIC, DESIGN_POINT = "best static in hindsight", "design-point static"
-ALPHA_STAR, REACHABLE = "alpha* oracle", "reachable oracle"
+ALPHA_STAR, REACHABLE, FORESEEN = "alpha* oracle", "reachable oracle", "foreseen oracle"
 LEAST_ROOM = 0.02
 """Where the best static split leaves less room than this, room recovered is not a figure."""
 
@@ -111,7 +118,10 @@ class Unit:
     @property
     def key(self) -> str:
         """Hash of all that the result depends on."""
-        files = [hashlib.sha256((Path(p) / "policy.json").read_bytes()).hexdigest() for p in self.policies]
+        files = [
+            hashlib.sha256((Path(p) / "policy.json").read_bytes()).hexdigest()
+            for p in self.policies
+        ]
         values = asdict(self) | {"policies": files, "output": "", "load": tables_digest()}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -168,6 +178,7 @@ def run_unit(unit: Unit) -> dict[str, Any]:
         controllers.append(Planned(plan, REACHABLE))
         star = _alpha_star(unit, jobs=1)
         controllers.append(Planned(star.alpha_centi, ALPHA_STAR))
+        controllers.append(Planned(foreseen(star), FORESEEN))
     rows = {}
     for controller in controllers:
         record = run_record(controller, backend, scenario, config, unit.seed)
@@ -263,7 +274,9 @@ def run_units(units: list[Unit], jobs: int) -> list[dict[str, Any]]:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             futures = {pool.submit(run_unit, units[i]): i for i in todo}
             try:
-                for future in tqdm(as_completed(futures), total=len(todo), unit="episode", disable=None):
+                for future in tqdm(
+                    as_completed(futures), total=len(todo), unit="episode", disable=None
+                ):
                     results[futures[future]] = future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -331,6 +344,8 @@ def summarise(columns: dict[str, Any], controllers: dict[str, Any]) -> dict[str,
         summary["room"] = float(1 - bound.mean() / best.mean())
         if summary["room"] >= LEAST_ROOM:
             summary["room_recovered"] = asdict(ratio_of_means(best - p99, best - bound))
+        known = np.array(controllers[FORESEEN]["p99_ms"])
+        summary["foreseen_room"] = float(1 - known.mean() / best.mean())
     return summary
 
 
@@ -350,19 +365,35 @@ def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
     """A table a cell."""
     for cell in cells:
         reach = cell["controllers"].get(REACHABLE)
-        room = f", room {100 * reach['summary']['room']:.1f} %" if reach and "room" in reach["summary"] else ""
+        room = ""
+        if reach and "room" in reach["summary"]:
+            room = (
+                f", room {100 * reach['summary']['room']:.1f} %"
+                f" ({100 * reach['summary']['foreseen_room']:.1f} % without foresight of arrivals)"
+            )
         table = Table(
             title=f"{cell['workload']}, KV {cell['kv_policy']}, {len(cell['seeds'])} seeds{room}",
             title_justify="left",
         )
-        headings = ("controller", "P99 ms", "QoS %", "gap", "regret %", "P99 / best static", "room recovered %", "moves")
+        headings = (
+            "controller",
+            "P99 ms",
+            "QoS %",
+            "gap",
+            "regret %",
+            "P99 / best static",
+            "room recovered %",
+            "moves",
+        )
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "controller" else "right")
         for name, columns in cell["controllers"].items():
             table.add_row(name, *_cells(columns["summary"]))
         console.print(table)
         for name in cell["bound_violations"]:
-            console.print(f"[red]{name} beats the reachable oracle on a seed: its search is too narrow")
+            console.print(
+                f"[red]{name} beats the reachable oracle on a seed: its search is too narrow"
+            )
 
 
 def _cells(summary: dict[str, Any]) -> list[str]:
@@ -373,7 +404,8 @@ def _cells(summary: dict[str, Any]) -> list[str]:
         e = summary.get(name)
         if e is None:
             return "-"
-        return f"{scale * e['value']:.{digits}f} [{scale * e['low']:.{digits}f}, {scale * e['high']:.{digits}f}]"
+        value, low, high = (f"{scale * e[k]:.{digits}f}" for k in ("value", "low", "high"))
+        return f"{value} [{low}, {high}]"
 
     return [
         show("p99_ms", 1, 2), show("qos", 100, 2), show("gap", 1, 3), show("regret", 100, 1),

@@ -20,8 +20,8 @@ from typing import Any
 
 import tyro
 
-from eval.machine import command, write_result
 from hlem_env.errors import ArgumentError, require
+from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.load import setting_key, simulate_load
 

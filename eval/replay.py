@@ -9,9 +9,9 @@ from typing import Annotated
 
 import tyro
 
-from eval.machine import command, write_result
 from eval.records import Record, replay
 from hlem_env.errors import HlemError
+from hlem_env.machine import command, write_result
 
 
 @dataclass
@@ -44,7 +44,9 @@ def main(args: Args) -> int:
 if __name__ == "__main__":
     arguments = tyro.cli(Args)
     if not arguments.records:
-        raise SystemExit("eval.replay: no records given; allowed: one or more files of eval.compare")
+        raise SystemExit(
+            "eval.replay: no records given; allowed: one or more files of eval.compare"
+        )
     try:
         sys.exit(main(arguments))
     except HlemError as error:

@@ -29,8 +29,8 @@ import tyro
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from eval.machine import command, machine, write_result
 from hlem_env.errors import require
+from hlem_env.machine import command, machine, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.load import load_curve, tables_digest
 from hlem_env.surrogate.node import SurrogateBackend

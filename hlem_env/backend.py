@@ -94,5 +94,7 @@ def run_controller(
         if epoch % controller.period == 0:
             decision = controller.decide(mdp.observe(seen, runner.config), seen)
         step = runner.step_in_ticks if has_ticks else None
-        stats = step(decision.alpha_centi, controller) if step else runner.step(decision.alpha_centi)
+        stats = (
+            step(decision.alpha_centi, controller) if step else runner.step(decision.alpha_centi)
+        )
         seen = stats if epoch % controller.period == 0 else seen.merge(stats)

@@ -66,8 +66,10 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     `reward="eq5"` (the paper's Eq. 5): share of requests within the SLO - max(0, P99 - SLO) / SLO.
     `reward="busy_time"`: minus the mean service time / SLO, a less noisy signal for training.
     `reward="queueing"`: minus ln(P99 / SLO), with the P99 that a queue of these service times and
-    this request rate has in the long run. All are clipped to [-4, 1]. An epoch without requests has QoS 1 and P99 0; one in which
-    requests wait and none completes has QoS 0 and the age of the oldest as P99.
+    this request rate has in the long run. All are clipped to [-4, 1].
+
+    An epoch without requests has QoS 1 and P99 0; one in which requests wait and none completes has
+    QoS 0 and the age of the oldest as P99.
 
     ## Starting State
 
@@ -180,7 +182,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
             self._build()
         self._epoch = 0
         self._history = History()
-        self.action_space = spaces.Discrete(len(mdp.ACTIONS_CENTI))  # type: ignore[assignment]
+        self.action_space = spaces.Discrete(len(mdp.ACTIONS_CENTI))
         width = len(self.config.feature_names)
         self.observation_space = spaces.Box(0.0, 1.0, (width,), np.float32)
 
@@ -205,7 +207,9 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         if self._runner is None or self._runner.alpha_centi < 0:
             raise gym.error.ResetNeeded("call reset() before step()")
         if not self.action_space.contains(action):
-            raise ArgumentError("action", action, f"a whole number from 0 to {len(mdp.ACTIONS_CENTI) - 1}")
+            raise ArgumentError(
+                "action", action, f"a whole number from 0 to {len(mdp.ACTIONS_CENTI) - 1}"
+            )
         stats = self._runner.step(self._runner.alpha_centi + mdp.ACTIONS_CENTI[int(action)])
         self._epoch += 1
         info = self._after(stats)
@@ -274,8 +278,10 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         return self.config.clip(round(float(np.interp(share, shares, best.alpha_centi)))) / 100
 
     def _reference(self, stats: EpochStats) -> float:
-        """A smooth reward at the closed form's optimum, for the hot share, the lengths and the
-        number of requests that the epoch happened to have: it does not depend on actions."""
+        """Smooth reward at the closed form's optimum for the requests that the epoch happened to have.
+
+        It takes their hot share, lengths and number, which do not depend on actions.
+        """
         if self._optimum is None or self.config.reward == "eq5" or not stats.requests:
             return 0.0
         shares, best = self._optimum

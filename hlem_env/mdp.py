@@ -135,7 +135,7 @@ def reward(stats: EpochStats, config: MdpConfig) -> float:
 def smooth_reward(
     mean_service_ms: float, square_service_ms2: float, requests_per_s: float, config: MdpConfig
 ) -> float:
-    """"busy_time" or "queueing", without the floor, from the service time's first two moments."""
+    """Smooth reward of `config.reward`, without the floor, from two moments of the service time."""
     if config.reward == "busy_time":
         return -mean_service_ms / config.slo_ms
     p99_ms = queueing_p99_ms(mean_service_ms, square_service_ms2, requests_per_s)

@@ -80,5 +80,6 @@ def draw_frame(history: History, config: MdpConfig) -> NDArray[np.uint8]:
     bottom.set(ylabel="hit rate", ylim=(0, 1), xlabel="epoch")
     for axes in (top, middle, bottom):
         axes.legend(loc="upper left", fontsize=7, ncols=3)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba(), dtype=np.uint8)[..., :3].copy()
+    canvas.draw()  # type: ignore[no-untyped-call]
+    rgba = np.asarray(canvas.buffer_rgba(), dtype=np.uint8)  # type: ignore[no-untyped-call]
+    return rgba[..., :3].copy()

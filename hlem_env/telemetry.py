@@ -23,10 +23,10 @@ def percentile(values: Floats, share: float) -> float:
     rank = share * (values.size - 1)
     low = int(rank)
     ordered = np.partition(values, low)
-    below = ordered[low]
+    below = float(ordered[low])
     if low + 1 == values.size:
         return below
-    above = ordered[low + 1 :].min()
+    above = float(ordered[low + 1 :].min())
     return below + (rank - low) * (above - below)
 
 

@@ -1,12 +1,17 @@
-"""What every test may use: the shared traces, and a skip for tests of a GPU where there is none."""
+"""What every test may use: shared traces, a skip of tests of a GPU, properties without deadline."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 TRACES = Path(os.environ.get("HLEM_TRACES") or Path(__file__).parents[2] / "shared" / "traces")
+
+# The first example of a property may have to compile.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

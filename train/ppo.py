@@ -59,7 +59,7 @@ class Args:
     kv_policy: Literal["scan_resistant", "lru"] = "scan_resistant"
     """eviction policy of the KV cache"""
 
-    total_timesteps: int = 163_840
+    total_timesteps: int = 143_360
     """environment steps (epochs of the node)"""
     num_envs: int = 16
     """parallel environments"""
@@ -100,9 +100,7 @@ def evaluation_scenarios(args: Args) -> list[Scenario]:
     if args.workload != "training":
         return [Scenario.parse(args.workload, kv_policy=args.kv_policy)] * args.eval_seeds
     domain, base = TrainingDomain(), Scenario(kv_policy=args.kv_policy)
-    return [
-        domain.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)
-    ]
+    return [domain.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)]
 
 
 def rollout_p99(args: Args, scenarios: list[Scenario], agent: ActorCritic | None) -> NDArray[Any]:
@@ -125,7 +123,9 @@ def rollout_p99(args: Args, scenarios: list[Scenario], agent: ActorCritic | None
     return p99
 
 
-def save_checkpoint(folder: Path, agent: ActorCritic, optimizer: Any, progress: dict[str, Any]) -> None:
+def save_checkpoint(
+    folder: Path, agent: ActorCritic, optimizer: Any, progress: dict[str, Any]
+) -> None:
     """Network and optimiser as safetensors, the rest as JSON; an interruption leaves the old pair."""
     tensors = {f"agent.{k}": v.contiguous() for k, v in agent.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
@@ -205,7 +205,12 @@ def train(args: Args) -> Path:
     def record(step: int, **metrics: float) -> None:
         for name, value in metrics.items():
             writer.add_scalar(name.replace("__", "/"), value, step)
-        log.write(json.dumps({"global_step": step} | {k.replace("__", "/"): v for k, v in metrics.items()}) + "\n")
+        log.write(
+            json.dumps(
+                {"global_step": step} | {k.replace("__", "/"): v for k, v in metrics.items()}
+            )
+            + "\n"
+        )
         log.flush()
 
     def evaluate(step: int) -> None:
@@ -221,7 +226,10 @@ def train(args: Args) -> Path:
     actions = torch.zeros(shape, dtype=torch.int64)
     logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(4))
     next_obs = torch.from_numpy(envs.reset(seed=1000 * args.seed + first)[0])
-    start, bar = time.time(), tqdm(total=num_iterations, initial=first, unit="rollout", disable=None)
+    start, bar = (
+        time.time(),
+        tqdm(total=num_iterations, initial=first, unit="rollout", disable=None),
+    )
 
     try:
         for iteration in range(first + 1, num_iterations + 1):
@@ -252,7 +260,9 @@ def train(args: Args) -> Path:
                 if truncated.any():
                     final = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
                     with torch.inference_mode():
-                        rewards[step, torch.from_numpy(truncated)] += args.gamma * agent.value(final)
+                        rewards[step, torch.from_numpy(truncated)] += args.gamma * agent.value(
+                            final
+                        )
                 dones[step] = torch.as_tensor(done, dtype=torch.float32)
                 next_obs = torch.from_numpy(observation)
                 slo["p99_ms"].append(float(infos["p99_ms"].mean()))
@@ -281,7 +291,9 @@ def train(args: Args) -> Path:
             for _ in range(args.update_epochs):
                 order = torch.from_numpy(shuffle.permutation(batch_size))
                 for begin in range(0, batch_size, minibatch_size):
-                    o, a, old, adv, target = (x[order[begin : begin + minibatch_size]] for x in flat)
+                    o, a, old, adv, target = (
+                        x[order[begin : begin + minibatch_size]] for x in flat
+                    )
                     logp = agent.logits(o).log_softmax(-1)
                     logratio = logp.gather(1, a[:, None]).squeeze(1) - old
                     ratio = logratio.exp()
@@ -320,18 +332,23 @@ def train(args: Args) -> Path:
             if late or iteration == num_iterations:
                 evaluate(global_step)
                 save_checkpoint(args.output, agent, optimizer, progress)
-            bar.set_postfix(p99_ms=f"{np.mean(slo['p99_ms']):.1f}", best=progress["best"], refresh=False)
+            bar.set_postfix(
+                p99_ms=f"{np.mean(slo['p99_ms']):.1f}", best=progress["best"], refresh=False
+            )
             bar.update()
     except KeyboardInterrupt:
         bar.close()
         save_checkpoint(args.output, agent, optimizer, progress)
         if progress["best"] is None:
             export(args, agent, config, progress)
-        print(f"\nInterrupted. {args.output} holds a usable policy; go on with --resume.", file=sys.stderr)
+        print(
+            f"\nInterrupted. {args.output} holds a usable policy; go on with --resume.",
+            file=sys.stderr,
+        )
         raise SystemExit(130) from None
     finally:
         bar.close()
-        writer.close()  # type: ignore[no-untyped-call]
+        writer.close()
         log.close()
         envs.close()
     return args.output

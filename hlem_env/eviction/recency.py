@@ -52,9 +52,9 @@ def touch(policy: int, score: float, now: float, weight: float) -> float:
 def growth(half_lives: float) -> float:
     """2^half_lives; by its series within 1e-15 for the short times between two requests."""
     if abs(half_lives) > 1e-3:
-        return np.exp2(half_lives)
+        return float(np.exp2(half_lives))
     x = half_lives * np.log(2.0)
-    return 1.0 + x * (1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24))))
+    return float(1.0 + x * (1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24)))))
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

@@ -14,13 +14,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-@intrinsic
-def borrowed(typing_context: Any, array: Any) -> Any:
+@intrinsic  # called with the array alone; the typing context is numba's
+def _borrowed(typing_context: Any, array: Any) -> Any:
     """The same array, not counted. It must not outlive the one it was made of."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         view = context.make_array(array)(context, builder, args[0])
-        view.meminfo = cgutils.get_null_value(view.meminfo.type)
+        view.meminfo = cgutils.get_null_value(view.meminfo.type)  # type: ignore[no-untyped-call]
         return view._getvalue()
 
     return array(array), codegen
+
+
+borrowed: Any = _borrowed

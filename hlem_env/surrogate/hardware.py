@@ -78,12 +78,15 @@ class HardwareProfile:
             allowed = "one of " + ", ".join(names) + ", or the path of a profile's JSON file"
             raise ArgumentError("hardware", str(name_or_path), allowed)
         try:
-            values = json.loads(text)
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            values: dict[str, Any] = json.loads(text)
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise ArtefactError(f"{name_or_path} is not a hardware profile: {error}") from error
 
-    def scaled(self, compute: float = 1.0, gather: float = 1.0, hbm: float = 1.0) -> HardwareProfile:
+    def scaled(
+        self, compute: float = 1.0, gather: float = 1.0, hbm: float = 1.0
+    ) -> HardwareProfile:
         """The same device with compute times, gather and HBM bandwidth multiplied."""
         return replace(
             self,
@@ -111,11 +114,12 @@ class HardwareProfile:
 
 
 def _extrapolate(
-    x: NDArray[np.float64], at: tuple[float, ...], values: tuple[float, ...]
+    x: NDArray[Any], at: tuple[float, ...], values: tuple[float, ...]
 ) -> NDArray[np.float64]:
     """Piecewise linear, going on beyond the last point with the last slope."""
     last_slope = (values[-1] - values[-2]) / (at[-1] - at[-2])
-    return np.interp(x, at, values) + np.maximum(x - at[-1], 0.0) * last_slope
+    result: NDArray[np.float64] = np.interp(x, at, values)
+    return result + np.maximum(x - at[-1], 0.0) * last_slope
 
 
 COMPUTE = np.dtype([("recompute_ms", "f8"), ("append_ms", "f8")])
@@ -138,8 +142,8 @@ def compute_ms(
     low, high = table[i], table[i + 1]
     full = low.recompute_ms + part * (high.recompute_ms - low.recompute_ms)
     if new_tokens >= all_tokens:
-        return full
+        return float(full)
     few = low.append_ms + part * (high.append_ms - low.append_ms)
     if new_tokens > append_tokens:
         few += (full - few) * (new_tokens - append_tokens) / (all_tokens - append_tokens)
-    return few
+    return float(few)

@@ -88,7 +88,7 @@ def _hermite(curve: Curve, i: int, t: float) -> float:
     """D at a share t in [0, 1] of the way from point i to the next."""
     low, high = curve[i], curve[i + 1]
     t2, t3 = t * t, t * t * t
-    return (
+    return float(
         (2 * t3 - 3 * t2 + 1) * low.rows
         + (t3 - 2 * t2 + t) * low.slope
         + (3 * t2 - 2 * t3) * high.rows
@@ -109,7 +109,7 @@ def miss_probability(curve: Curve, draws: float) -> float:
     """D'(draws): the probability that a draw misses a cache that holds what `draws` draws touched."""
     position = min(np.log2(draws + 1.0) * POINTS_PER_OCTAVE, curve.size - 1.0)
     i = min(int(position), curve.size - 2)
-    return curve[i].miss + (position - i) * (curve[i + 1].miss - curve[i].miss)
+    return float(curve[i].miss + (position - i) * (curve[i + 1].miss - curve[i].miss))
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -137,4 +137,4 @@ def draws_to_fill(curve: Curve, rows: float) -> float:
             low = t
         else:
             high = t
-    return np.exp2((i + 0.5 * (low + high)) / POINTS_PER_OCTAVE) - 1.0
+    return float(np.exp2((i + 0.5 * (low + high)) / POINTS_PER_OCTAVE) - 1.0)

@@ -47,12 +47,14 @@ class Optimum(NamedTuple):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _service_moments(
+def _service_moments(  # type: ignore[no-untyped-def]
     curve, compute, hot_share, hot_pages, pool_pages, rows_per_page, history, new_items,
     candidates, tables, overhead_ms, append_tokens, missed_row_ms, resident_row_ms,
-):  # type: ignore[no-untyped-def] # fmt: skip
-    """Mean and second moment of the service time [2, 101] at every alpha, when hot users fill the KV
-    cache first and nobody else's entries are reused."""
+):  # fmt: skip
+    """Mean and second moment of the service time [2, 101] at every alpha.
+
+    Hot users fill the KV cache first and nobody else's entries are reused.
+    """
     moments = np.empty((2, 101))
     tokens = np.array([new_items + candidates, history + candidates])
     cost = np.empty(2)

@@ -311,10 +311,10 @@ def _refill(clock, curve, run, now_s, full):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _serve(
+def _serve(  # type: ignore[no-untyped-def]
     users, heap, lists, clocks, curve, compute, runs,
     arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot,
-):  # type: ignore[no-untyped-def] # fmt: skip
+):  # fmt: skip
     """Serve requests until the first that would start at or after the end; returns how many."""
     users, heap, lists = borrowed(users), borrowed(heap), borrowed(lists)
     curve, compute = borrowed(curve), borrowed(compute)

@@ -1,9 +1,11 @@
 """Oracles: what the best alpha would have been, found by trying.
 
-    alpha*      epoch by epoch, the alpha that gives the lowest mean P99 when held since the
-                episode's start, over repeats that redraw arrivals (the paper's optimum)
-    reachable   the best sequence that obeys the step limit, cache delays included, on the very
-                requests that are evaluated
+alpha*      epoch by epoch, the alpha that gives the lowest mean P99 when held since the
+episode's start, over repeats that redraw arrivals (the paper's optimum)
+reachable   the best sequence that obeys the step limit, cache delays included, on the very
+requests that are evaluated
+foreseen    the best sequence that obeys the step limit by alpha*'s mean P99: it knows the course
+of the workload to come, but not the arrivals, which no controller can know
 """
 
 from __future__ import annotations
@@ -92,12 +94,14 @@ class AlphaStar:
     @property
     def alpha_centi(self) -> NDArray[np.int64]:
         """[epochs] alpha* in hundredths."""
-        return self.alphas_centi[self.p99_ms.argmin(axis=0)]
+        best: NDArray[np.int64] = self.alphas_centi[self.p99_ms.argmin(axis=0)]
+        return best
 
     @property
     def best_p99_ms(self) -> Floats:
         """[epochs] P99 at alpha*."""
-        return self.p99_ms.min(axis=0)
+        best: Floats = self.p99_ms.min(axis=0)
+        return best
 
 
 def alpha_star(
@@ -142,6 +146,27 @@ def alpha_star(
         np.save(partial, result.p99_ms)
         partial.replace(file)
     return result
+
+
+def foreseen(star: AlphaStar) -> NDArray[np.int64]:
+    """The alphas [epochs] (hundredths) under the step limit with the least sum of alpha*'s P99.
+
+    Dynamic programming over the grid that alpha* was found on; it may start anywhere.
+    """
+    grid = star.alphas_centi
+    reach = max(ACTIONS_CENTI)
+    near = np.abs(grid[:, None] - grid[None, :]) <= reach
+    cost = star.p99_ms[:, 0].copy()
+    came_from = []
+    for p99_ms in star.p99_ms.T[1:]:
+        ways = np.where(near, cost[None, :], np.inf)
+        came_from.append(ways.argmin(axis=1))
+        cost = ways.min(axis=1) + p99_ms
+    path = [int(cost.argmin())]
+    for previous in reversed(came_from):
+        path.append(int(previous[path[-1]]))
+    best: NDArray[np.int64] = grid[path[::-1]]
+    return best
 
 
 @dataclass

@@ -36,8 +36,11 @@ BURST_RING = 8
 
 @dataclass(frozen=True)
 class Preset:
-    """A dataset's shape: share of requests from its 5 % most active users (the HLEM paper, table I)
-    and the Zipf exponent of its items' popularity (maximum likelihood on the public data)."""
+    """A dataset's shape.
+
+    Share of requests from its 5 % most active users (the HLEM paper, table I), and the Zipf exponent
+    of its items' popularity (maximum likelihood on the public data).
+    """
 
     steady_hot_share: float
     zipf: float
@@ -159,7 +162,9 @@ class RegimeConfig:
         try:
             return cls(**(values | {"catalogue": Catalogue(**values.get("catalogue", {}))}))
         except TypeError as error:
-            raise ArgumentError("workload", values, f"the fields of RegimeConfig ({error})") from error
+            raise ArgumentError(
+                "workload", values, f"the fields of RegimeConfig ({error})"
+            ) from error
 
     def hot_users(self, hot_share: NDArray[np.float64]) -> NDArray[np.int64]:
         """Hot population [n] at hot shares [n]; proportional below the table's first point."""
@@ -219,7 +224,7 @@ def draw_path(config: RegimeConfig, rng: np.random.Generator) -> RegimePath:
 
 
 @numba.njit(cache=True, nogil=True)
-def _fill(
+def _fill(  # type: ignore[no-untyped-def]
     gaps, draws, start_s, end_s, hot_share, base_users, new_users, new_first, warm_share,
     warm_first, warm_users, next_one_off, lengths, shortest, spread, new_items, longest,
     arrival_s, user, history_length, new_tokens,

@@ -47,9 +47,7 @@ class Requests:
     @classmethod
     def empty(cls) -> Requests:
         """No requests."""
-        return cls(
-            np.empty(0), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32)
-        )
+        return cls(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         require(1 <= self.tables <= 1000, "tables", self.tables, "1 to 1000")
-        require(1 <= self.rows_per_table <= 2**40, "rows_per_table", self.rows_per_table, "1 to 2^40")
+        require(
+            1 <= self.rows_per_table <= 2**40, "rows_per_table", self.rows_per_table, "1 to 2^40"
+        )
         require(1 <= self.row_bytes <= 2**20, "row_bytes", self.row_bytes, "1 to 2^20 bytes")
         require(0 <= self.zipf <= 3, "zipf", self.zipf, "0 to 3")
         require(0 <= self.candidates <= 100_000, "candidates", self.candidates, "0 to 100,000")

@@ -358,7 +358,7 @@ def test_reset_forgets_everything() -> None:
 
 def episode(seconds: float, **changes: Any) -> tuple[SurrogateBackend, Requests]:
     """A node without warm-up, and requests for it."""
-    backend = replace(SMALL, warmup_epochs=0, utilisation=0.8, **changes).build()
+    backend = replace(SMALL, **({"warmup_epochs": 0, "utilisation": 0.8} | changes)).build()
     backend.reset(6)
     return backend, backend.workload.take(seconds)
 
@@ -424,13 +424,14 @@ def test_a_run_takes_time(seconds: float) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_saved_state_is_gone_back_to(policy: str) -> None:
-    backend, requests = episode(60.0, kv_policy=policy, regime="burst")
+    backend, requests = episode(60.0, kv_policy=policy, regime="burst", utilisation=1.1)
     cut = np.searchsorted(requests.arrival_s, np.arange(0, 61, 5))
     parts = [requests[cut[i] : cut[i + 1]] for i in range(12)]
     alphas = (50, 20, 80, 10, 90, 50)
     for part in parts[:6]:
         backend.serve(part, 45, 5.0)
     state = backend.save()
+    assert len(state.waiting) > 10
 
     def go_on(node: SurrogateBackend) -> list[EpochStats]:
         return [node.serve(p, a, 5.0) for p, a in zip(parts[6:], alphas, strict=True)]

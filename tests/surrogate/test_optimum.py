@@ -1,5 +1,6 @@
 """The oracles: nothing that obeys the step limit beats them, and results can be read again."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_nothing_that_obeys_the_step_limit_beats_the_reachable_oracle(
         other[at:] += int(rng.choice((-2, 2)))
         if set(np.diff(other)) <= set(ACTIONS_CENTI) and 10 <= other.min() <= other.max() <= 90:
             assert p99_ms.sum() <= 1.005 * follow(backend, episode, other).sum()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_reachable_oracle_is_the_best_of_all_courses(seed: int) -> None:
+    """Every course of three epochs is tried."""
+    backend = small(steady_hot_share=0.6, population_factor=2.0)
+    backend.reset(seed)
+    episode = record_episode(backend, 3)
+    config = MdpConfig(alpha_min_centi=40, alpha_max_centi=80)
+    courses: list[tuple[float, tuple[int, ...]]] = []
+    for first in range(40, 81, 2):
+        for steps in itertools.product(ACTIONS_CENTI, repeat=2):
+            course = (first, first + steps[0], first + sum(steps))
+            if 40 <= min(course) <= max(course) <= 80:
+                courses.append((follow(backend, episode, course).sum(), course))
+    best_ms, best = min(courses)
+    assert max(np.abs(np.diff(best))) >= 4
+    alphas, p99_ms = reachable(backend, config, episode)
+    assert tuple(alphas) == best
+    assert p99_ms.sum() == pytest.approx(best_ms)
 
 
 def test_it_does_not_hang_on_the_number_of_threads() -> None:
