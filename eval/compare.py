@@ -72,6 +72,8 @@ class Args:
     """PRESET/REGIME, or trace:PATH"""
     trace_counts: str | None = None
     """per-user counts for the traces' synthetic base histories"""
+    on_bad_line: Literal["raise", "skip"] = "raise"
+    """a bad line of a trace is an error, or is left out and counted"""
     population_factor: float = 1.0
     """hot population"""
     mean_history_tokens: float = 10_000
@@ -250,6 +252,7 @@ def plan_units(args: Args, policies: tuple[str, ...]) -> Iterator[Unit]:
                 gather_scale=args.gather_scale,
                 hardware=args.hardware,
                 trace_counts=args.trace_counts,
+                trace_on_bad_line=args.on_bad_line,
                 trace_jitter=True,
             )
             design_centi = design_point(scenario)

@@ -90,6 +90,15 @@ class MdpConfig:
         """Names of the state's entries, in order."""
         return FEATURES[self.features]
 
+    @property
+    def feature_scales(self) -> tuple[float, ...]:
+        """What `observe` divides each raw feature by, in order."""
+        scales = {
+            "length": float(self.max_history_tokens),
+            "p99": P99_SCALE_SLOS * float(self.slo_ms),
+        }
+        return tuple(scales.get(name, 1.0) for name in self.feature_names)
+
     def clip(self, alpha_centi: int) -> int:
         """The nearest alpha (hundredths) within the bounds."""
         return min(max(alpha_centi, self.alpha_min_centi), self.alpha_max_centi)
@@ -101,18 +110,19 @@ class MdpConfig:
 
 def observe(stats: EpochStats, config: MdpConfig) -> NDArray[np.float32]:
     """The state after an epoch: float32 [7] or [8], each entry in [0, 1], in `config.feature_names` order."""
-    state = [
+    raw = [
         stats.hot_share,
         stats.kv_hit,
         stats.emb_hit,
-        stats.mean_history_tokens / config.max_history_tokens,
+        stats.mean_history_tokens,
         1.0 - stats.qos(config.slo_ms),
         stats.alpha_target,
-        stats.p99_ms / (P99_SCALE_SLOS * config.slo_ms),
+        stats.p99_ms,
     ]
     if config.features == "working_set":
-        state.append(stats.working_set)
-    return np.minimum(np.array(state, dtype=np.float32), np.float32(1.0))
+        raw.append(stats.working_set)
+    state = np.array(raw) / config.feature_scales
+    return np.minimum(state, 1.0).astype(np.float32)
 
 
 def reward(stats: EpochStats, config: MdpConfig) -> float:

@@ -44,6 +44,8 @@ class Scenario:
     trace: str | None = None
     """Path of a trace file; it replaces the regime. Its format is `trace_format`, or guessed."""
     trace_format: str | None = None
+    trace_on_bad_line: str = "raise"
+    """"raise": a bad line is an error; "skip": it is left out and counted."""
     trace_counts: str | None = None
     """Path of per-user counts for the synthetic base histories; None: their published mean and median."""
     trace_histories: str = "base"
@@ -61,7 +63,7 @@ class Scenario:
     tables: int = 10
     rows_per_table: int = 50_000_000
     zipf: float | None = None
-    """None: the preset's."""
+    """None: the trace's own item popularity where its format has items, else the preset's."""
     utilisation: float = TARGET_UTILISATION
     """At the node's own best alpha."""
     hardware: str = "h100"
@@ -80,6 +82,7 @@ class Scenario:
         require_choice("workload preset", self.preset, PRESETS)
         require_choice("workload regime", self.regime, REGIMES)
         require_choice("kv_policy", self.kv_policy, POLICIES)
+        require_choice("trace_on_bad_line", self.trace_on_bad_line, ("raise", "skip"))
         require_choice("trace_histories", self.trace_histories, ("base", "native"))
         require(0.01 <= self.utilisation < 5, "utilisation", self.utilisation, "0.01 to below 5")
         for name in ("compute_scale", "gather_scale", "hbm_scale"):
@@ -192,13 +195,15 @@ class Scenario:
         return SurrogateBackend(self.workload(), self.node(), self.profile())
 
     def _trace_workload(self, path: str) -> TraceWorkload:
-        trace = read_trace(path, self.trace_format)
+        trace = read_trace(path, self.trace_format, self.trace_on_bad_line)
         if self.trace_histories == "base":
             counts = read_user_counts(self.trace_counts) if self.trace_counts else None
             trace = with_base_histories(
                 trace, counts, np.random.default_rng(TRACE_SEED), max_tokens=self.max_history_tokens
             )
         catalogue = self.regime_config().catalogue
+        if self.zipf is None and "item_zipf" in trace.metadata:
+            catalogue = replace(catalogue, zipf=round(float(trace.metadata["item_zipf"]), 2))
         workload = TraceWorkload(
             trace, catalogue, self.max_history_tokens, jitter_at_reset=self.trace_jitter
         )

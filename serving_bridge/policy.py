@@ -69,15 +69,6 @@ _KINDS: dict[str, type] = {
 """The entries of `policy.json`: all of them, and no other."""
 
 
-def feature_scales(config: MdpConfig) -> tuple[float, ...]:
-    """What `mdp.observe` divides each raw feature by, in the order of `config.feature_names`."""
-    scale = {
-        "length": float(config.max_history_tokens),
-        "p99": P99_SCALE_SLOS * float(config.slo_ms),
-    }
-    return tuple(scale.get(name, 1.0) for name in config.feature_names)
-
-
 class FrozenPolicy:
     """A trained actor: states to action indices, without torch.
 
@@ -325,7 +316,7 @@ def export_policy(
         "env_spec": dict(env_spec),
         "mdp_config": mdp_config.to_json(),
         "feature_names": list(mdp_config.feature_names),
-        "feature_scales": list(feature_scales(mdp_config)),
+        "feature_scales": list(mdp_config.feature_scales),
         "actions_centi": list(ACTIONS_CENTI),
         "activation": ACTIVATION,
         "layers": [list(reversed(shape)) for shape in shapes],
@@ -494,7 +485,7 @@ def _checked_config(document: Mapping[str, Any], path: Path) -> MdpConfig:
         raise ArtefactError(f"{path}: mdp_config: {error}") from error
     for name, allowed_values in (
         ("feature_names", list(FEATURES[config.features])),
-        ("feature_scales", list(feature_scales(config))),
+        ("feature_scales", list(config.feature_scales)),
         ("actions_centi", list(ACTIONS_CENTI)),
         ("activation", ACTIVATION),
     ):
