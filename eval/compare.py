@@ -47,6 +47,7 @@ from hlem_env.surrogate.optimum import (
     reachable,
     record_episode,
 )
+from hlem_env.workload.traces import TraceWorkload
 from serving_bridge.policy import FrozenPolicy
 
 FIRST_SEED = 20_000
@@ -189,6 +190,9 @@ def run_unit(unit: Unit) -> dict[str, Any]:
         record.save(Path(unit.output) / path)
         rows[controller.name] = _figures(record, star) | {"record": str(path)}
     result: dict[str, Any] = {"rows": rows, "best_static_centi": best_centi}
+    if isinstance(backend.workload, TraceWorkload):
+        about = backend.workload.trace.metadata
+        result["trace"] = {k: v for k, v in about.items() if k != "path"}
     if star is not None:
         # All controllers see the same requests, so any record has the course's hot share.
         result["alpha_star"] = alpha_star_summary(star.alphas_centi, star.p99_ms, record.hot_share)
@@ -315,8 +319,9 @@ def collect(units: list[Unit], results: list[dict[str, Any]]) -> list[dict[str, 
         )
         cell["seeds"].append(unit.seed)
         cell["best_static_alpha"].append(result["best_static_centi"] / 100)
-        if "alpha_star" in result:
-            cell.setdefault("alpha_star", result["alpha_star"])
+        for key in ("alpha_star", "trace"):
+            if key in result:
+                cell.setdefault(key, result[key])
         for name, row in result["rows"].items():
             columns = cell["controllers"].setdefault(name, {})
             for key, value in row.items():
@@ -393,6 +398,9 @@ def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
         for name, columns in cell["controllers"].items():
             table.add_row(name, *_cells(columns["summary"]))
         console.print(table)
+        if "trace" in cell:
+            skipped = cell["trace"].get("skipped", 0)
+            console.print(f"{skipped} bad lines skipped; {cell['trace'].get('notes')}")
         for name in cell["bound_violations"]:
             console.print(
                 f"[red]{name} beats the reachable oracle on a seed: its search is too narrow"

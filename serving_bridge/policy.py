@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from hlem_env.errors import ArgumentError, ArtefactError, HlemError, require
-from hlem_env.mdp import ACTIONS_CENTI, FEATURES, P99_SCALE_SLOS, MdpConfig
+from hlem_env.mdp import ACTIONS_CENTI, FEATURES, MdpConfig
 
 WEIGHTS_FILE = "policy.safetensors"
 METADATA_FILE = "policy.json"

@@ -104,8 +104,7 @@ def test_the_committed_tables_are_those_of_their_settings() -> None:
         curve = load.load_curve(scenario.regime_config(), scenario.node(), scenario.profile())
         assert curve.source == "table", table["setting"]
         assert curve.requests_per_s == tuple(table["requests_per_s"])
-        # A flat optimum on a grid of 0.02
-        assert (np.diff(table["alpha_centi"]) <= 6).all(), table["setting"]
+        assert table["alpha_centi"][0] - table["alpha_centi"][-1] >= 20, table["setting"]
 
 
 def test_other_settings_are_estimated() -> None:
