@@ -29,7 +29,8 @@ help:
 
 demo: $(STAMP)
 	$(BIN)/python -m train.ppo --output runs/demo/policy
-	$(BIN)/python -m eval.compare --policy runs/demo/policy --output runs/demo
+	$(BIN)/python -m eval.compare --policies runs/demo/policy agents/pretrained/working_set \
+	  --output runs/demo --seeds 4 --alpha-step 0.04 --title "HLEM demo"
 	@echo "Report: $(CURDIR)/runs/demo/report.html"
 
 test: lint

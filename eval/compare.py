@@ -143,13 +143,20 @@ def mdp_config(scenario: Scenario) -> MdpConfig:
     )
 
 
-def label_policy(folder: str) -> str:
-    """Name of a policy in tables: what sets it apart is its features and its training reward."""
-    policy = FrozenPolicy.load(folder)
-    name = PpoOnly(policy).name
-    if policy.mdp_config.reward == "eq5":
-        name += " [Eq. 5]"
-    return name
+def frozen_policies(folders: tuple[str, ...]) -> list[PpoOnly]:
+    """Controllers of the folders, named by features and training reward.
+
+    Where two have the same name their folders are added.
+    """
+    controllers = [PpoOnly(FrozenPolicy.load(folder)) for folder in folders]
+    for controller in controllers:
+        if controller.policy.mdp_config.reward == "eq5":
+            controller.name += " [Eq. 5]"
+    names = [controller.name for controller in controllers]
+    for controller, folder in zip(controllers, folders, strict=True):
+        if names.count(controller.name) > 1:
+            controller.name += f" <{relative(folder)}>"
+    return controllers
 
 
 def _slug(*parts: str) -> str:
@@ -171,10 +178,7 @@ def run_unit(unit: Unit) -> dict[str, Any]:
         Static(unit.design_centi, DESIGN_POINT),
         WorkingSetRule(),
     ]
-    for folder in unit.policies:
-        ppo = PpoOnly(FrozenPolicy.load(folder))
-        ppo.name = label_policy(folder)
-        controllers.append(ppo)
+    controllers += frozen_policies(unit.policies)
     star: AlphaStar | None = None
     if unit.oracles:
         plan, _ = reachable(backend, config, episode, jobs=1)
@@ -442,8 +446,7 @@ def main(args: Args) -> None:
     require(1 <= args.jobs <= 1024, "--jobs", args.jobs, "1 to 1024")
     require(round(100 * args.alpha_step) >= 1, "--alpha-step", args.alpha_step, "0.01 and above")
     policies = tuple(str(p) for p in args.policies) or shipped_policies()
-    for folder in policies:
-        FrozenPolicy.load(folder)
+    frozen_policies(policies)  # a policy that does not load is told of before the work
     units = list(plan_units(args, policies))
     cells = collect(units, run_units(units, args.jobs))
     print_tables(cells, Console(width=150 if not sys.stdout.isatty() else None))

@@ -31,7 +31,7 @@ from hlem_env.surrogate.hit_rates import (
     draws_to_fill,
     miss_probability,
 )
-from hlem_env.telemetry import EpochStats
+from hlem_env.telemetry import EpochStats, Floats, percentile
 from hlem_env.workload.requests import Requests, Workload
 
 REFILL_HEADROOM = 0.10
@@ -407,6 +407,36 @@ def _serve(  # type: ignore[no-untyped-def]
     return served
 
 
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _hold(  # type: ignore[no-untyped-def]
+    users, heap, lists, clocks, curve, compute, runs,
+    arrivals, user_ids, lengths, new_items, begin_s, seconds, p99_ms,
+):  # fmt: skip
+    """P99 of each of p99_ms.size runs of `seconds`, one after the other, at the capacities in `runs`."""
+    most = arrivals.size + 1
+    latency_ms, service_ms, arrival_s = np.empty(most), np.empty(most), np.empty(most)
+    is_hot = np.empty(most, np.bool_)
+    clock, run = clocks[0], runs[0]
+    first = 0
+    for epoch in range(p99_ms.size):
+        run.begin_s = begin_s + epoch * seconds
+        run.end_s = begin_s + (epoch + 1) * seconds
+        first += _serve(
+            users, heap, lists, clocks, curve, compute, runs,
+            arrivals[first:], user_ids[first:], lengths[first:], new_items[first:],
+            latency_ms, service_ms, arrival_s, is_hot,
+        )  # fmt: skip
+        if clock.completed > 0:
+            p99_ms[epoch] = percentile(latency_ms[: clock.completed], 0.99)
+        else:
+            oldest_s = run.end_s
+            if clock.open:
+                oldest_s = clock.open_arrival_s
+            elif first < arrivals.size:
+                oldest_s = min(arrivals[first], run.end_s)
+            p99_ms[epoch] = 1000.0 * (run.end_s - oldest_s)
+
+
 class NodeState(NamedTuple):
     """A node at one moment, to go back to."""
 
@@ -470,17 +500,11 @@ class SurrogateBackend:
 
     def serve(self, arriving: Requests, alpha_centi: int, seconds: float) -> EpochStats:
         """Like `run`, with the requests that arrive given instead of taken from the workload."""
-        require(0 <= alpha_centi <= 100, "alpha_centi", alpha_centi, "0 to 100")
-        if self._waiting is None:
-            raise BackendError("the surrogate has not been reset: call reset(seed) first")
+        self._set_capacities(alpha_centi)
+        assert self._waiting is not None
         requests = self._waiting.then(arriving)
-        node = self.node
-        begin_s, end_s = self._now_s, self._now_s + seconds
-        embedding_pages = node.pool_pages * alpha_centi // 100
-        run = self._run
-        run["begin_s"], run["end_s"] = begin_s, end_s
-        run["kv_capacity"] = node.pool_pages - embedding_pages
-        run["rows_capacity"] = embedding_pages * self._rows_per_page
+        run, end_s = self._run, self._now_s + seconds
+        run["begin_s"], run["end_s"] = self._now_s, end_s
         most = len(requests) + 1
         outputs = (np.empty(most), np.empty(most), np.empty(most), np.empty(most, np.bool_))
         served = _serve(
@@ -491,6 +515,26 @@ class SurrogateBackend:
         self._now_s = end_s
         self._waiting = waiting = requests[served:]
         return self._stats(seconds, outputs, waiting, alpha_centi)
+
+    def hold(self, requests: Requests, alpha_centi: int, seconds: float, epochs: int) -> Floats:
+        """P99 in milliseconds, [epochs], of `epochs` runs of `seconds` at one alpha.
+
+        The same as `serve` epoch by epoch, without the other stats and in one call, which makes it
+        the fast way to try an alpha. The node cannot go on afterwards: `empty` or `restore` it.
+
+        Args:
+            requests: those of all epochs; those still waiting come before.
+        """
+        self._set_capacities(alpha_centi)
+        assert self._waiting is not None
+        every, p99_ms = self._waiting.then(requests), np.empty(epochs)
+        _hold(
+            self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
+            self._run, every.arrival_s, every.user, every.history_length, every.new_items,
+            self._now_s, seconds, p99_ms,
+        )  # fmt: skip
+        self._waiting = None
+        return p99_ms
 
     def twin(self) -> SurrogateBackend:
         """A node of the same kind with a state of its own, empty; it shares the workload."""
@@ -523,6 +567,14 @@ class SurrogateBackend:
             "node": asdict(self.node),
             "hardware": self.hardware.to_json(),
         }
+
+    def _set_capacities(self, alpha_centi: int) -> None:
+        require(0 <= alpha_centi <= 100, "alpha_centi", alpha_centi, "0 to 100")
+        if self._waiting is None:
+            raise BackendError("the surrogate has not been reset: call reset(seed) first")
+        embedding_pages = self.node.pool_pages * alpha_centi // 100
+        self._run["kv_capacity"] = self.node.pool_pages - embedding_pages
+        self._run["rows_capacity"] = embedding_pages * self._rows_per_page
 
     @property
     def _rows_per_page(self) -> float:

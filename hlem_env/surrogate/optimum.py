@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,6 +52,17 @@ class Episode:
     warmup_s: float
     epoch_seconds: float
 
+    @cached_property
+    def whole(self) -> Requests:
+        """The requests of all epochs, the warm-up left out."""
+        parts = self.epochs
+        return Requests(
+            np.concatenate([r.arrival_s for r in parts]),
+            np.concatenate([r.user for r in parts]),
+            np.concatenate([r.history_length for r in parts]),
+            np.concatenate([r.new_items for r in parts]),
+        )
+
 
 def record_episode(backend: SurrogateBackend, epochs: int) -> Episode:
     """Take `epochs` epochs of requests, and the warm-up before, from a workload just reset."""
@@ -65,9 +77,7 @@ def hold(node: SurrogateBackend, episode: Episode, alpha_centi: int) -> Floats:
     node.empty()
     if episode.warmup_s > 0:
         node.serve(episode.warmup, alpha_centi, episode.warmup_s)
-    return np.array(
-        [node.serve(r, alpha_centi, episode.epoch_seconds).p99_ms for r in episode.epochs]
-    )
+    return node.hold(episode.whole, alpha_centi, episode.epoch_seconds, len(episode.epochs))
 
 
 def hold_all(

@@ -1,4 +1,4 @@
-"""What README and docs tell a reader to type: the examples run, the commands and links exist."""
+"""What README, docs and Makefile tell a reader to run: examples run, commands and links exist."""
 
 import dataclasses
 import importlib
@@ -32,13 +32,14 @@ def examples() -> list[object]:
 
 
 def commands() -> list[object]:
-    """Every `python -m train.X ...` and `python -m eval.X ...` of the pages."""
+    """Every `python -m train.X ...` and `python -m eval.X ...` of the pages and the Makefile."""
+    texts = {page.stem: "\n".join(blocks(page, "sh")) for page in PAGES}
+    texts["Makefile"] = (ROOT / "Makefile").read_text("utf-8")
     found = set()
-    for page in PAGES:
-        text = "\n".join(blocks(page, "sh")).replace("\\\n", " ")
-        for line in text.splitlines():
+    for stem, text in texts.items():
+        for line in text.replace("\\\n", " ").splitlines():
             if re.search(r"python -m (train|eval)\.", line):
-                found.add((page.stem, " ".join(line.split("#")[0].split())))
+                found.add((stem, " ".join(line.split("#")[0].split())))
     return [pytest.param(line, id=f"{stem}: {line}") for stem, line in sorted(found)]
 
 
