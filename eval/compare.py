@@ -356,6 +356,7 @@ def summarise(columns: dict[str, Any], controllers: dict[str, Any]) -> dict[str,
         summary["room"] = float(1 - bound.mean() / best.mean())
         if summary["room"] >= LEAST_ROOM:
             summary["room_recovered"] = asdict(ratio_of_means(best - p99, best - bound))
+    if FORESEEN in controllers:
         known = np.array(controllers[FORESEEN]["p99_ms"])
         summary["foreseen_room"] = float(1 - known.mean() / best.mean())
     return summary
@@ -369,7 +370,8 @@ def bound_violations(controllers: dict[str, Any]) -> list[str]:
     return [
         name
         for name, columns in controllers.items()
-        if name not in (ALPHA_STAR, REACHABLE) and bool((np.array(columns["p99_ms"]) < bound).any())
+        if name not in (ALPHA_STAR, REACHABLE, FORESEEN)
+        and bool((np.array(columns["p99_ms"]) < bound).any())
     ]
 
 
@@ -379,8 +381,9 @@ def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
         reach = cell["controllers"].get(REACHABLE)
         room = ""
         if reach and "room" in reach["summary"]:
-            room = (
-                f", room {100 * reach['summary']['room']:.1f} %"
+            room = f", room {100 * reach['summary']['room']:.1f} %"
+        if reach and "foreseen_room" in reach["summary"]:
+            room += (
                 f" ({100 * reach['summary']['foreseen_room']:.1f} % without foresight of arrivals)"
             )
         table = Table(

@@ -14,7 +14,8 @@ from eval.statistics import ratio_of_means
 
 BEST_STATIC, DESIGN_POINT = "best static in hindsight", "design-point static"
 ALPHA_STAR, REACHABLE = "alpha* oracle", "reachable oracle"
-ORACLES = (ALPHA_STAR, REACHABLE)
+FORESEEN = "foreseen oracle"
+ORACLES = (ALPHA_STAR, REACHABLE, FORESEEN)
 HEADLINE_SEEDS = 16
 NONE = "–"
 

@@ -59,7 +59,9 @@ def table(cell: dict[str, Any]) -> str:
     title += f", population x{factor:g}" if factor != 1 else ""
     title += f", {len(cell['seeds'])} seeds"
     if "room" in room:
-        title += f", room {100 * room['room']:.1f} % ({100 * room.get('foreseen_room', float('nan')):.1f} % foreseen)"
+        title += f", room {100 * room['room']:.1f} %"
+    if "foreseen_room" in room:
+        title += f" ({100 * room['foreseen_room']:.1f} % without foresight of arrivals)"
     lines = [
         title,
         "",

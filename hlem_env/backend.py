@@ -91,10 +91,12 @@ def run_controller(
         yield stats, decision
         if epoch == epochs:
             return
+        alpha_centi = runner.alpha_centi  # what a tick set stays until the next decision
         if epoch % controller.period == 0:
             decision = controller.decide(mdp.observe(seen, runner.config), seen)
-        step = runner.step_in_ticks if has_ticks else None
-        stats = (
-            step(decision.alpha_centi, controller) if step else runner.step(decision.alpha_centi)
-        )
+            alpha_centi = decision.alpha_centi
+        if has_ticks:
+            stats = runner.step_in_ticks(alpha_centi, controller)
+        else:
+            stats = runner.step(alpha_centi)
         seen = stats if epoch % controller.period == 0 else seen.merge(stats)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hlem_env import mdp
 from hlem_env.backend import Backend, Runner
-from hlem_env.errors import ArgumentError, require, require_choice
+from hlem_env.errors import ArgumentError, require, require_choice, require_number
 from hlem_env.mdp import MdpConfig
 from hlem_env.rendering import History, draw_frame, draw_text
 from hlem_env.scenario import Scenario, TrainingDomain
@@ -91,10 +91,10 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     | `features` | `"paper"` | `"paper"` or `"working_set"` |
     | `reward` | `"eq5"` | `"eq5"`, `"busy_time"` or `"queueing"` |
     | `slo_ms` | 30 | service level objective on latency, milliseconds |
-    | `epoch_seconds` | 5 | seconds between decisions |
+    | `epoch_seconds` | 5 | seconds between decisions, instead of the scenario's |
     | `alpha_bounds` | (0.1, 0.9) | multiples of 0.01 in [0, 1] |
     | `initial_alpha` | 0.5 | alpha at the start of an episode |
-    | `episode_epochs` | 240 | epochs to truncation |
+    | `episode_epochs` | 240 | epochs to truncation, instead of the scenario's |
     | `render_mode` | None | `"human"` (text, redrawn in the terminal), `"rgb_array"`, `"ansi"` |
 
     ```python
@@ -132,39 +132,39 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         features: str = "paper",
         reward: str = "eq5",
         slo_ms: float = 30.0,
-        epoch_seconds: float = 5.0,
+        epoch_seconds: float | None = None,
         alpha_bounds: tuple[float, float] = (0.1, 0.9),
         initial_alpha: float = 0.5,
-        episode_epochs: int = 240,
+        episode_epochs: int | None = None,
         render_mode: str | None = None,
     ) -> None:
         if render_mode is not None:
             require_choice("render_mode", render_mode, RENDER_MODES)
-        require(
-            isinstance(episode_epochs, int) and 1 <= episode_epochs <= 10**6,
-            "episode_epochs",
-            episode_epochs,
-            "a whole number from 1 to 10^6",
-        )
         self.render_mode = render_mode
-        self.episode_epochs = episode_epochs
-        overrides: dict[str, Any] = {
+        given = {
             "epoch_seconds": epoch_seconds,
             "episode_epochs": episode_epochs,
+            "hardware": hardware,
+            "kv_policy": kv_policy,
         }
-        if hardware is not None:
-            overrides["hardware"] = hardware
-        if kv_policy is not None:
-            overrides["kv_policy"] = kv_policy
+        overrides = {name: value for name, value in given.items() if value is not None}
         self.domain = TrainingDomain() if workload == TRAINING else None
         start = "steady" if workload == TRAINING else workload
         self.scenario = Scenario.parse(start, **overrides)
+        self.scenario.profile()  # an unknown one is refused here, not at the first reset
+        self.episode_epochs = self.scenario.episode_epochs
+        require(
+            isinstance(alpha_bounds, tuple | list) and len(alpha_bounds) == 2,
+            "alpha_bounds",
+            alpha_bounds,
+            "two numbers",
+        )
         self.config = MdpConfig(
             slo_ms=slo_ms,
             max_history_tokens=self.scenario.max_history_tokens,
             alpha_min_centi=_centi("alpha_bounds", alpha_bounds[0]),
             alpha_max_centi=_centi("alpha_bounds", alpha_bounds[1]),
-            epoch_seconds=epoch_seconds,
+            epoch_seconds=self.scenario.epoch_seconds,
             features=features,
             reward=reward,
         )
@@ -314,14 +314,11 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         **arguments: Any,
     ) -> None:
+        require_number("num_envs", num_envs, whole=True)
         require(1 <= num_envs <= 10_000, "num_envs", num_envs, "1 to 10,000")
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
-        require(
-            self.autoreset_mode != AutoresetMode.DISABLED,
-            "autoreset_mode",
-            autoreset_mode,
-            "NextStep or SameStep",
-        )
+        name = autoreset_mode.value if isinstance(autoreset_mode, AutoresetMode) else autoreset_mode
+        require_choice("autoreset_mode", name, ("NextStep", "SameStep"))
+        self.autoreset_mode = AutoresetMode(name)
         self.num_envs = num_envs
         self.envs = [HBMPartitionEnv(**arguments) for _ in range(num_envs)]
         self.render_mode = self.envs[0].render_mode
@@ -337,7 +334,8 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
     ) -> tuple[Observation, Info]:
         """Start an episode in each; environment i is seeded `seed + i`, or by entry i of a list."""
         seeds: list[int | None]
-        if isinstance(seed, int):
+        if isinstance(seed, int | np.integer):
+            seed = int(seed)
             seeds = [seed + i for i in range(self.num_envs)]
         else:
             seeds = [None] * self.num_envs if seed is None else list(seed)
@@ -391,6 +389,7 @@ def _stack_infos(infos: list[Info]) -> Info:
 
 
 def _centi(name: str, share: float) -> int:
+    require_number(name, share)
     centi = round(100 * share)
     on_grid = abs(100 * share - centi) < 1e-6
     require(on_grid and 0 <= centi <= 100, name, share, "multiples of 0.01 from 0 to 1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,7 +48,16 @@ def require(condition: bool, name: str, value: object, allowed: str) -> None:
         raise ArgumentError(name, value, allowed)
 
 
+def require_number(name: str, value: object, whole: bool = False) -> None:
+    """Raise ArgumentError unless `value` is a finite number, with `whole` an integer; bool is neither."""
+    kinds = numbers.Integral if whole else numbers.Real
+    good = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    require(good, name, value, "a whole number" if whole else "a finite number")
+
+
 def require_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ArgumentError unless `value` is one of `choices`."""
     options = sorted(choices)
-    require(value in options, name, value, "one of " + ", ".join(options))
+    require(
+        isinstance(value, str) and value in options, name, value, "one of " + ", ".join(options)
+    )

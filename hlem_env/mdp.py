@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import require, require_choice
+from hlem_env.errors import require, require_choice, require_number
 from hlem_env.telemetry import EpochStats
 
 ACTIONS_CENTI: tuple[int, ...] = (-6, -4, -2, 0, 2, 4, 6)
@@ -63,6 +63,8 @@ class MdpConfig:
     reward: str = "eq5"
 
     def __post_init__(self) -> None:
+        require_number("slo_ms", self.slo_ms)
+        require_number("epoch_seconds", self.epoch_seconds)
         require(0 < self.slo_ms < 1e6, "slo_ms", self.slo_ms, "above 0 and below 1e6 milliseconds")
         require(
             1 <= self.max_history_tokens <= 10_000_000,
@@ -72,7 +74,7 @@ class MdpConfig:
         )
         require(
             0 <= self.alpha_min_centi < self.alpha_max_centi <= 100,
-            "alpha bounds",
+            "alpha_bounds",
             (self.alpha_min_centi / 100, self.alpha_max_centi / 100),
             "two multiples of 0.01 with 0 <= low < high <= 1",
         )
@@ -135,9 +137,11 @@ def reward(stats: EpochStats, config: MdpConfig) -> float:
     """
     if config.reward == "eq5":
         value = stats.qos(config.slo_ms) - max(0.0, stats.p99_ms / config.slo_ms - 1.0)
+    elif stats.backlog and not stats.requests:
+        value = REWARD_FLOOR  # nothing completes: no service time tells of it
     else:
         square = float(np.square(stats.service_ms).mean()) if stats.requests else 0.0
-        rate = stats.requests / stats.duration_s
+        rate = stats.requests / stats.duration_s if stats.duration_s > 0 else 0.0
         value = smooth_reward(stats.mean_service_ms, square, rate, config)
     return min(max(value, REWARD_FLOOR), 1.0)
 

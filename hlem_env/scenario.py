@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import ArgumentError, require, require_choice
+from hlem_env.errors import ArgumentError, require, require_choice, require_number
 from hlem_env.eviction.recency import POLICIES
 from hlem_env.surrogate.hardware import HardwareProfile
 from hlem_env.surrogate.load import (
@@ -84,9 +84,20 @@ class Scenario:
         require_choice("kv_policy", self.kv_policy, POLICIES)
         require_choice("trace_on_bad_line", self.trace_on_bad_line, ("raise", "skip"))
         require_choice("trace_histories", self.trace_histories, ("base", "native"))
+        require_number("utilisation", self.utilisation)
+        require_number("epoch_seconds", self.epoch_seconds)
+        require_number("episode_epochs", self.episode_epochs, whole=True)
+        require(
+            1 <= self.episode_epochs <= 10**6, "episode_epochs", self.episode_epochs, "1 to 10^6"
+        )
+        for name in ("trace", "trace_format", "trace_counts", "hardware"):
+            value = getattr(self, name)
+            good = isinstance(value, str) or (value is None and name != "hardware")
+            require(good, name, value, "text")
         require(0.01 <= self.utilisation < 5, "utilisation", self.utilisation, "0.01 to below 5")
         for name in ("compute_scale", "gather_scale", "hbm_scale"):
             value = getattr(self, name)
+            require_number(name, value)
             require(0 < value <= 1000, name, value, "above 0, at most 1000")
 
     @classmethod
@@ -218,7 +229,7 @@ def scale_to_utilisation(
     """The trace at the speed at which the node, at its best alpha, is busy for `utilisation` of it.
 
     The service time at a speed is simulated for alphas of a grid of 0.1 over the whole trace (at
-    most 120 epochs), and the speed set by the least; twice, since speed changes what is cached.
+    most 120 epochs), and the speed set by the least; three times, since speed changes what is cached.
     """
     node = replace(node, kv_policy="scan_resistant")
     rate = 200.0

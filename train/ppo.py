@@ -190,6 +190,11 @@ def train(args: Args) -> Path:
     progress: dict[str, Any] = {"iteration": 0, "best": None, "episodes": 0, "args": plain(args)}
     if args.resume:
         progress = load_checkpoint(args.output, agent, optimizer)
+        for name in ("features", "reward", "workload", "total_timesteps", "num_envs", "num_steps"):
+            then, now = progress["args"][name], plain(args)[name]
+            require(
+                then == now, f"--{name.replace('_', '-')}", now, f"{then}, as in the checkpoint"
+            )
     first = progress["iteration"]
     scenarios = evaluation_scenarios(args)
     reference_ms = rollout_p99(args, scenarios, None)
@@ -225,7 +230,7 @@ def train(args: Args) -> Path:
     obs = torch.zeros((*shape, len(config.feature_names)))
     actions = torch.zeros(shape, dtype=torch.int64)
     logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(4))
-    next_obs = torch.from_numpy(envs.reset(seed=1000 * args.seed + first)[0])
+    next_obs = torch.from_numpy(envs.reset(seed=1_000_000 + 1000 * args.seed + first)[0])
     start, bar = (
         time.time(),
         tqdm(total=num_iterations, initial=first, unit="rollout", disable=None),

@@ -70,15 +70,16 @@ class HardwareProfile:
         """
         shipped = resources.files("hlem_env.surrogate") / "profiles"
         names = sorted(p.name[:-5] for p in shipped.iterdir() if p.name.endswith(".json"))
-        if str(name_or_path) in names:
-            text = (shipped / f"{name_or_path}.json").read_text()
-        elif Path(name_or_path).is_file():
-            text = Path(name_or_path).read_text()
+        allowed_kind = isinstance(name_or_path, str | Path)
+        if allowed_kind and str(name_or_path) in names:
+            data = (shipped / f"{name_or_path}.json").read_bytes()
+        elif allowed_kind and Path(name_or_path).is_file():
+            data = Path(name_or_path).read_bytes()
         else:
             allowed = "one of " + ", ".join(names) + ", or the path of a profile's JSON file"
             raise ArgumentError("hardware", str(name_or_path), allowed)
         try:
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = json.loads(data)
             values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:

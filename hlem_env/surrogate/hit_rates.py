@@ -54,7 +54,7 @@ def distinct_curve(rows_per_table: int, zipf: float) -> Curve:
     x = np.exp2(y) - 1.0
     decay = np.exp(-np.minimum(np.outer(x, probability), 700.0))
     rows = (-np.expm1(-np.minimum(np.outer(x, probability), 700.0))) @ count
-    miss = decay @ (probability * count)
+    miss = np.minimum(decay @ (probability * count), 1.0)  # the sum of probabilities rounds
     slope = miss * (x + 1.0) * np.log(2.0) / POINTS_PER_OCTAVE
     curve = np.empty(y.size, CURVE)
     curve["rows"], curve["slope"], curve["miss"] = rows, slope, miss

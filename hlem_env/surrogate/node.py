@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env import mdp
-from hlem_env.errors import BackendError, require, require_choice
+from hlem_env.errors import BackendError, require, require_choice, require_number
 from hlem_env.eviction import recency
 from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
@@ -61,7 +61,11 @@ class NodeConfig:
     """Sets the hot window, the half-life of request counts, and the warm-up."""
 
     def __post_init__(self) -> None:
+        for name in ("pool_bytes", "layers", "warmup_epochs"):
+            require_number(name, getattr(self, name), whole=True)
         require(1 <= self.layers <= 1000, "layers", self.layers, "1 to 1000")
+        require_number("epoch_seconds", self.epoch_seconds)
+        require(isinstance(self.refill, bool), "refill", self.refill, "True or False")
         for name in ("page_bytes", "block_tokens", "block_bytes"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         require(
@@ -500,6 +504,7 @@ class SurrogateBackend:
 
     def serve(self, arriving: Requests, alpha_centi: int, seconds: float) -> EpochStats:
         """Like `run`, with the requests that arrive given instead of taken from the workload."""
+        require(0 < seconds < 1e9, "seconds", seconds, "above 0 and below 1e9")
         self._set_capacities(alpha_centi)
         assert self._waiting is not None
         requests = self._waiting.then(arriving)
@@ -555,6 +560,16 @@ class SurrogateBackend:
         self._lists[: state.lists.size] = state.lists
         self._clock[:] = state.clock
         self._now_s, self._waiting = state.now_s, state.waiting
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the curve, which is looked up again: a copy would not be read-only."""
+        return {k: v for k, v in self.__dict__.items() if k != "_curve"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` gave."""
+        self.__dict__.update(state)
+        catalogue = self.workload.catalogue
+        self._curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf)
 
     def close(self) -> None:
         """Drop the state."""

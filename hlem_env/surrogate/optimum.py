@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import require
+from hlem_env.errors import ArtefactError, require
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
 from hlem_env.surrogate.node import NodeState, SurrogateBackend
 from hlem_env.workload.requests import Requests, Workload
@@ -142,7 +142,7 @@ def alpha_star(
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         file = cache / f"alpha-star-{name}.npy"
         if file.is_file():
-            return AlphaStar(alphas, np.load(file, allow_pickle=False))
+            return AlphaStar(alphas, _cached(file, (alphas.size, epochs)))
     total = np.zeros((alphas.size, epochs))
     for repeat in range(repeats):
         workload.redraw(np.random.default_rng([repeat, 0xA1]), -backend.warmup_s)
@@ -156,6 +156,18 @@ def alpha_star(
         np.save(partial, result.p99_ms)
         partial.replace(file)
     return result
+
+
+def _cached(file: Path, shape: tuple[int, int]) -> Floats:
+    try:
+        p99_ms: Floats = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ArtefactError(f"{file} is damaged ({error}); delete it to compute it anew") from error
+    if p99_ms.shape != shape:
+        raise ArtefactError(
+            f"{file} holds {p99_ms.shape}, not {shape}; delete it to compute it anew"
+        )
+    return p99_ms
 
 
 def foreseen(star: AlphaStar) -> NDArray[np.int64]:

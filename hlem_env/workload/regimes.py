@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import ArgumentError, require, require_choice
+from hlem_env.errors import ArgumentError, require, require_choice, require_number
 from hlem_env.workload.requests import Catalogue, Requests
 
 REGIMES = ("steady", "trend", "burst")
@@ -118,6 +118,11 @@ class RegimeConfig:
     catalogue: Catalogue = field(default_factory=Catalogue)
 
     def __post_init__(self) -> None:
+        require_number("mean_history_tokens", self.mean_history_tokens)
+        require_number("pool_bytes", self.pool_bytes, whole=True)
+        require_number("epoch_seconds", self.epoch_seconds)
+        require(self.epoch_seconds > 0, "epoch_seconds", self.epoch_seconds, "above 0")
+        require(self.pool_bytes > 0, "pool_bytes", self.pool_bytes, "above 0")
         require_choice("regime", self.regime, REGIMES)
         require_choice("burst_users", self.burst_users, ("new", "existing"))
         require(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import require
+from hlem_env.errors import require, require_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,9 @@ class Catalogue:
     """Candidate items scored in each request."""
 
     def __post_init__(self) -> None:
+        for name in ("tables", "rows_per_table", "row_bytes", "candidates"):
+            require_number(name, getattr(self, name), whole=True)
+        require_number("zipf", self.zipf)
         require(1 <= self.tables <= 1000, "tables", self.tables, "1 to 1000")
         require(
             1 <= self.rows_per_table <= 2**40, "rows_per_table", self.rows_per_table, "1 to 2^40"

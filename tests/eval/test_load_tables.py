@@ -61,7 +61,11 @@ def test_the_digest_changes_with_the_file(monkeypatch: pytest.MonkeyPatch, tmp_p
     changed["tables"][0]["requests_per_s"][0] += 1
     (tmp_path / SHIPPED.name).write_text(json.dumps(changed), encoding="utf-8")
     monkeypatch.setattr(load.resources, "files", lambda package: tmp_path)
-    assert load.tables_digest() != before
+    load._tables.cache_clear()
+    try:
+        assert load.tables_digest() != before
+    finally:
+        load._tables.cache_clear()
 
 
 def test_a_run_keeps_what_is_there_and_simulates_what_is_missing(

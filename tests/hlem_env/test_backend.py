@@ -167,7 +167,6 @@ def test_a_controller_with_ticks_gets_them_all() -> None:
     assert [len(seen) for seen in controller.seen] == [1, 10]
 
 
-@pytest.mark.xfail(reason="the last decision is applied again at the start of each epoch")
 def test_a_move_between_decisions_stays_until_the_next_decision() -> None:
     backend = Recorder()
     course(Runner(backend, CONFIG), TickScript([60], period=3), 6)

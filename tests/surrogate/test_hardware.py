@@ -135,12 +135,7 @@ BROKEN: dict[str, Any] = {
 }
 
 
-UNREADABLE = pytest.mark.xfail(reason="read outside of what is caught")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=UNREADABLE if n == "binary" else ()) for n in BROKEN]
-)
+@pytest.mark.parametrize("name", list(BROKEN))
 def test_files_that_are_no_profile_are_refused(tmp_path: Path, name: str) -> None:
     content = BROKEN[name]
     file = tmp_path / "broken.json"

@@ -169,7 +169,6 @@ def test_alpha_star_is_read_back_and_not_computed_again(
             star_of(changed, cache=file.parent)
 
 
-@pytest.mark.xfail(reason="the reader's own error")
 def test_a_damaged_cache_file_is_named(tmp_path: Path) -> None:
     backend = small()
     star_of(backend, cache=tmp_path)
