@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "paper": ("--features", "paper"),
     "working_set": ("--features", "working_set"),
     "paper-eq5": ("--features", "paper", "--reward", "eq5"),
+    "working_set-eq5": ("--features", "working_set", "--reward", "eq5"),
 }
 PARTS = ("policy.json", "policy.safetensors", "metrics.jsonl")
 
