@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import hlem_env
 from agents.actor_critic import ActorCritic
-from hlem_env.errors import ArtefactError, require
+from hlem_env.errors import ArgumentError, ArtefactError, require
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
 from hlem_env.scenario import Scenario, TrainingDomain
 from serving_bridge.policy import export_policy
@@ -141,14 +141,27 @@ def save_checkpoint(
             old.unlink()
 
 
-def load_checkpoint(folder: Path, agent: ActorCritic, optimizer: Any) -> dict[str, Any]:
-    """Restore what `save_checkpoint` wrote; returns its progress."""
+def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str, Any]:
+    """Restore what `save_checkpoint` wrote; returns its progress.
+
+    Raises:
+        ArtefactError: there is no checkpoint, or it is damaged.
+        ArgumentError: it is of a training with other arguments.
+    """
+    folder = args.output
     try:
         progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+        for name in ("features", "reward", "workload", "total_timesteps", "num_envs", "num_steps"):
+            then, now = progress["args"][name], plain(args)[name]
+            require(
+                then == now, f"--{name.replace('_', '-')}", now, f"{then}, as in the checkpoint"
+            )
         tensors = safetensors.torch.load_file(folder / progress["tensors"])
     except FileNotFoundError as error:
         raise ArtefactError(f"--resume: no checkpoint in {folder} ({error})") from error
-    except (ValueError, KeyError, safetensors.SafetensorError) as error:
+    except ArgumentError:
+        raise
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise ArtefactError(f"--resume: damaged checkpoint in {folder}: {error}") from error
     agent.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("agent.")})
     adam: dict[int, dict[str, Any]] = {}
@@ -189,12 +202,7 @@ def train(args: Args) -> Path:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     progress: dict[str, Any] = {"iteration": 0, "best": None, "episodes": 0, "args": plain(args)}
     if args.resume:
-        progress = load_checkpoint(args.output, agent, optimizer)
-        for name in ("features", "reward", "workload", "total_timesteps", "num_envs", "num_steps"):
-            then, now = progress["args"][name], plain(args)[name]
-            require(
-                then == now, f"--{name.replace('_', '-')}", now, f"{then}, as in the checkpoint"
-            )
+        progress = load_checkpoint(args, agent, optimizer)
     first = progress["iteration"]
     scenarios = evaluation_scenarios(args)
     reference_ms = rollout_p99(args, scenarios, None)
