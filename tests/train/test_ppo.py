@@ -43,7 +43,7 @@ def test_a_seed_gives_the_same_policy(trained: Path, tmp_path: Path) -> None:
 
 def test_resume_refuses_other_arguments(trained: Path) -> None:
     with pytest.raises(
-        ArgumentError, match="--features='working_set'.*paper, as in the checkpoint"
+        ArgumentError, match=r"--features='working_set'.*paper, as in the checkpoint"
     ):
         train(arguments(trained, resume=True, features="working_set"))
 
