@@ -2,8 +2,9 @@
 
     python -m eval.bench_surrogate --json docs/results/bench_surrogate.json
 
-The bar is on the node alone: every request through both caches and the queue, the epoch's
-statistics and its P99 included. Other rows add what an environment needs: the requests' generation,
+The bar is on the node alone, whole episodes in one call: every request through both caches and the
+queue, and the P99 of each epoch. "Node alone" runs epoch by epoch and builds each epoch's full
+statistics. Other rows add what an environment needs: the requests' generation,
 the state and the reward. Rows take turns, so that other work on the machine meets all of them; how
 much of the core this process got in each is given beside it, and what a request takes in CPU time.
 """
