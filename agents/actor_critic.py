@@ -16,6 +16,8 @@ from hlem_env.mdp import ACTIONS_CENTI
 
 HIDDEN = (64, 128)
 """Units of the hidden layers, of the actor and of the critic alike."""
+LEAST_SPREAD = 0.05
+"""A feature that hardly moves is not stretched beyond 1 / this."""
 
 
 class ActorCritic(nn.Module):
@@ -24,6 +26,10 @@ class ActorCritic(nn.Module):
     Weights are orthogonal with gain sqrt(2), the actor's head with 0.01 (a new policy is nearly
     uniform), the critic's with 1; biases are 0: as in CleanRL's `ppo.py`. With 7 features and 7
     actions the two have 18,696 parameters, with 8 features 18,824.
+
+    Both see the state standardised by `standardise`. A step of alpha is 0.06 of a feature's range of
+    1: unstretched, tanh units are near linear across it, and training takes several times as long.
+    `actor_weights` folds this into the first layer, so a frozen policy takes the state as it is.
 
     Args:
         n_features: length of the state, 7 or 8 for `mdp.observe`.
@@ -34,6 +40,9 @@ class ActorCritic(nn.Module):
     Raises:
         ArgumentError: `n_features` or `n_actions` below 1.
     """
+
+    center: Tensor
+    stretch: Tensor
 
     def __init__(
         self,
@@ -49,15 +58,27 @@ class ActorCritic(nn.Module):
         self.n_features, self.n_actions = n_features, n_actions
         self.actor = _mlp((n_features, *HIDDEN, n_actions), 0.01, generator)
         self.critic = _mlp((n_features, *HIDDEN, 1), 1.0, generator)
+        self.register_buffer("center", torch.zeros(n_features))
+        self.register_buffer("stretch", torch.ones(n_features))
+
+    def standardise(self, states: NDArray[np.float32]) -> None:
+        """Give every feature mean 0 and deviation 1 over these states, once, before training.
+
+        Args:
+            states: [n, n_features], as the environment gives them.
+        """
+        spread = np.maximum(states.std(axis=0), LEAST_SPREAD)
+        self.center.copy_(torch.from_numpy(states.mean(axis=0)))
+        self.stretch.copy_(torch.from_numpy(1.0 / spread))
 
     def logits(self, obs: Tensor) -> Tensor:
         """Unnormalised log-probabilities: float32 [..., n_features] to [..., n_actions]."""
-        logits: Tensor = self.actor(obs)
+        logits: Tensor = self.actor((obs - self.center) * self.stretch)
         return logits
 
     def value(self, obs: Tensor) -> Tensor:
         """Estimated return of the states: float32 [..., n_features] to [...]."""
-        value: Tensor = self.critic(obs)
+        value: Tensor = self.critic((obs - self.center) * self.stretch)
         return value.squeeze(-1)
 
     def act(self, obs: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -74,16 +95,24 @@ class ActorCritic(nn.Module):
     def actor_weights(self) -> dict[str, NDArray[np.float32]]:
         """Copies of the actor's tensors, as `serving_bridge.policy.export_policy` takes them.
 
-        `layers.I.weight` is float32 [out, in] and `layers.I.bias` float32 [out], I from 0.
+        `layers.I.weight` is float32 [out, in] and `layers.I.bias` float32 [out], I from 0. They take
+        states as the environment gives them: W (x - c) s + b = (W s) x + (b - (W s) c).
         """
-        return {
+        weights = {
             f"layers.{index}.{kind}": getattr(linear, kind).detach().cpu().numpy().copy()
             for index, linear in enumerate(_linears(self.actor))
             for kind in ("weight", "bias")
         }
+        stretched = weights["layers.0.weight"] * self.stretch.cpu().numpy().astype(np.float64)
+        shifted = weights["layers.0.bias"] - stretched @ self.center.cpu().numpy()
+        weights["layers.0.weight"] = stretched.astype(np.float32)
+        weights["layers.0.bias"] = shifted.astype(np.float32)
+        return weights
 
     def load_actor_weights(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
-        """Set the actor to weights in the form of `actor_weights`; the critic stays as it is.
+        """Set the actor to weights in the form of `actor_weights`, states no longer standardised.
+
+        The critic's weights stay as they are.
 
         Raises:
             ArgumentError: a tensor is missing, is unknown or has another shape.
@@ -99,6 +128,8 @@ class ActorCritic(nn.Module):
         with torch.no_grad():
             for name, parameter in mine.items():
                 parameter.copy_(torch.tensor(weights[name]))
+            self.center.zero_()
+            self.stretch.fill_(1.0)
 
     def parity_vectors(
         self, rng: np.random.Generator, count: int = 64

@@ -65,6 +65,9 @@ class Args:
     """parallel environments"""
     num_steps: int = 128
     """steps of each environment in a rollout"""
+    warmup_steps: int = 256
+    """steps of each environment under random actions, before the training and on top of its steps,
+    whose states standardise the network's input"""
     learning_rate: float = 1e-3
     """of Adam, annealed to 0"""
     gamma: float = 0.7
@@ -101,6 +104,16 @@ def evaluation_scenarios(args: Args) -> list[Scenario]:
         return [Scenario.parse(args.workload, kv_policy=args.kv_policy)] * args.eval_seeds
     domain, base = TrainingDomain(), Scenario(kv_policy=args.kv_policy)
     return [domain.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)]
+
+
+def random_states(envs: Any, seed: int, steps: int) -> NDArray[np.float32]:
+    """States [steps x environments, n_features] under random actions."""
+    rng = np.random.default_rng(seed)
+    envs.reset(seed=seed)
+    states = [
+        envs.step(rng.integers(len(ACTIONS_CENTI), size=envs.num_envs))[0] for _ in range(steps)
+    ]
+    return np.concatenate(states)
 
 
 def rollout_p99(args: Args, scenarios: list[Scenario], agent: ActorCritic | None) -> NDArray[Any]:
@@ -203,6 +216,8 @@ def train(args: Args) -> Path:
     progress: dict[str, Any] = {"iteration": 0, "best": None, "episodes": 0, "args": plain(args)}
     if args.resume:
         progress = load_checkpoint(args, agent, optimizer)
+    else:
+        agent.standardise(random_states(envs.unwrapped, 900_000 + args.seed, args.warmup_steps))
     first = progress["iteration"]
     scenarios = evaluation_scenarios(args)
     reference_ms = rollout_p99(args, scenarios, None)

@@ -93,6 +93,23 @@ def test_actor_weights_round_trip() -> None:
     assert weights["layers.0.weight"].any()
 
 
+def test_exported_weights_take_the_state_as_it_is() -> None:
+    rng = np.random.default_rng(0)
+    states = (rng.random((500, 7)) * rng.random(7) + rng.random(7)).astype(np.float32)
+    network = ActorCritic(7)
+    raw = network.logits(torch.from_numpy(states))
+    network.standardise(states)
+    seen = (torch.from_numpy(states) - network.center) * network.stretch
+    assert seen.mean(0).abs().max() < 1e-4
+    assert (seen.std(0) <= 1.01).all()
+    assert (seen.std(0)[torch.from_numpy(states.std(0) > 0.06)] > 0.99).all()
+    logits = network.logits(torch.from_numpy(states))
+    assert not torch.allclose(raw, logits, atol=1e-4)
+    exported = ActorCritic(7, generator=torch.Generator().manual_seed(3))
+    exported.load_actor_weights(network.actor_weights())
+    torch.testing.assert_close(exported.logits(torch.from_numpy(states)), logits, atol=1e-5, rtol=0)
+
+
 def test_weights_of_another_shape_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"layers\.0\.weight"):
         ActorCritic(8).load_actor_weights(ActorCritic(7).actor_weights())
