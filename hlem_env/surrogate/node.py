@@ -167,27 +167,31 @@ _CLOCK = np.dtype(
 """State of a node beside its users, and the counts of the running epoch."""
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+_inlined = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+"""For helpers of every request: handing them three arrays, field by field, takes a third of the time."""
+
+
+@_inlined
 def _kv_pages(tokens, run):  # type: ignore[no-untyped-def]
     blocks = (tokens + run.block_tokens - 1) // run.block_tokens
     return (blocks * run.block_bytes + run.page_bytes - 1) // run.page_bytes
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@_inlined
 def _drop(user, clock):  # type: ignore[no-untyped-def]
     """Free a user's KV entry. Its heap entry goes when it reaches the root."""
     clock.kv_used -= user.pages
     user.pages = user.cached = 0
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@_inlined
 def _lowest(users, heap, clock):  # type: ignore[no-untyped-def]
     """The resident user with the lowest score, at the heap's root; -1 when there is none."""
     clock.heap_size = recency.settle_root(users, heap, clock.heap_size)
     return heap[0].slot if clock.heap_size > 0 else -1
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@_inlined
 def _make_room(users, heap, lists, clock, pages, score, capacity):  # type: ignore[no-untyped-def]
     """Evict users of a lower score until `pages` more fit; all or nothing."""
     if clock.kv_used + pages <= capacity:
@@ -214,7 +218,7 @@ def _make_room(users, heap, lists, clock, pages, score, capacity):  # type: igno
     return fits
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@_inlined
 def _kv_lookup(users, heap, lists, clock, run, slot, length, new_items):  # type: ignore[no-untyped-def]
     """Tokens reused for this request; stores, grows or replaces the user's entry by policy.
 
@@ -236,7 +240,7 @@ def _kv_lookup(users, heap, lists, clock, run, slot, length, new_items):  # type
     return reused
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@_inlined
 def _note_visit(user, lists, clock, slot, arrival_s, window_s):  # type: ignore[no-untyped-def]
     """Record a persistent user's arrival; returns whether that makes or keeps it hot."""
     hot = arrival_s - user.arrival_2 <= window_s
@@ -266,7 +270,7 @@ def _sweep_hot(users, lists, clock, run):  # type: ignore[no-untyped-def]
     clock.hot_pages = pages
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@_inlined
 def _close(clock, latency_ms, service_ms, arrival_s, is_hot):  # type: ignore[no-untyped-def]
     """Count the open request: it has completed."""
     i = clock.completed
