@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
+_FEW = 32
+"""So many largest values are kept in order while the others pass; more are found by partition."""
+
+
 @numba.njit(cache=True, nogil=True)
 def percentile(values: Floats, share: float) -> float:
     """Percentile with linear interpolation between order statistics (numpy's default method).
@@ -22,12 +26,29 @@ def percentile(values: Floats, share: float) -> float:
     """
     rank = share * (values.size - 1)
     low = int(rank)
-    ordered = np.partition(values, low)
-    below = float(ordered[low])
-    if low + 1 == values.size:
-        return below
-    above = float(ordered[low + 1 :].min())
-    return below + (rank - low) * (above - below)
+    count = values.size - low
+    if count <= _FEW:
+        top = _largest(values, count)
+    else:
+        top = np.partition(values, low)[low:]
+        top[1] = top[1:].min()
+    if count == 1:
+        return float(top[0])
+    return float(top[0] + (rank - low) * (top[1] - top[0]))
+
+
+@numba.njit(cache=True, nogil=True)
+def _largest(values: Floats, count: int) -> Floats:
+    """The `count` largest values, ascending: one pass that most values leave at once."""
+    top = np.full(count, -np.inf)
+    for value in values:
+        if value > top[0]:
+            i = 1
+            while i < count and top[i] < value:
+                top[i - 1] = top[i]
+                i += 1
+            top[i - 1] = value
+    return top
 
 
 @dataclass(frozen=True, eq=False)
