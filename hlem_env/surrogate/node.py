@@ -320,7 +320,7 @@ def _refill(clock, curve, run, now_s, full):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _serve(  # type: ignore[no-untyped-def]
-    users, heap, lists, clocks, curve, compute, runs,
+    users, heap, lists, clocks, curve, compute, runs, begin_s, end_s, kv_capacity, rows_capacity,
     arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot,
 ):  # fmt: skip
     """Serve requests until the first that would start at or after the end; returns how many."""
@@ -329,6 +329,8 @@ def _serve(  # type: ignore[no-untyped-def]
     latency_ms, service_out = borrowed(latency_ms), borrowed(service_out)
     arrival_out, is_hot = borrowed(arrival_out), borrowed(is_hot)
     clock, run = clocks[0], runs[0]
+    run.begin_s, run.end_s = begin_s, end_s
+    run.kv_capacity, run.rows_capacity = kv_capacity, rows_capacity
     full = _begin(users, heap, clock, curve, run)
     if clock.open and clock.server_free_s <= run.end_s:
         _close(clock, latency_ms, service_out, arrival_out, is_hot)
@@ -417,32 +419,32 @@ def _serve(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _hold(  # type: ignore[no-untyped-def]
-    users, heap, lists, clocks, curve, compute, runs,
-    arrivals, user_ids, lengths, new_items, begin_s, seconds, p99_ms,
+    users, heap, lists, clocks, curve, compute, runs, begin_s, seconds, kv_capacity, rows_capacity,
+    arrivals, user_ids, lengths, new_items, p99_ms,
 ):  # fmt: skip
-    """P99 of each of p99_ms.size runs of `seconds`, one after the other, at the capacities in `runs`."""
+    """P99 of each of p99_ms.size runs of `seconds`, one after the other."""
     most = arrivals.size + 1
     latency_ms, service_ms, arrival_s = np.empty(most), np.empty(most), np.empty(most)
     is_hot = np.empty(most, np.bool_)
-    clock, run = clocks[0], runs[0]
+    clock = clocks[0]
     first = 0
     for epoch in range(p99_ms.size):
-        run.begin_s = begin_s + epoch * seconds
-        run.end_s = begin_s + (epoch + 1) * seconds
+        end_s = begin_s + (epoch + 1) * seconds
         first += _serve(
             users, heap, lists, clocks, curve, compute, runs,
+            begin_s + epoch * seconds, end_s, kv_capacity, rows_capacity,
             arrivals[first:], user_ids[first:], lengths[first:], new_items[first:],
             latency_ms, service_ms, arrival_s, is_hot,
         )  # fmt: skip
         if clock.completed > 0:
             p99_ms[epoch] = percentile(latency_ms[: clock.completed], 0.99)
         else:
-            oldest_s = run.end_s
+            oldest_s = end_s
             if clock.open:
                 oldest_s = clock.open_arrival_s
             elif first < arrivals.size:
-                oldest_s = min(arrivals[first], run.end_s)
-            p99_ms[epoch] = 1000.0 * (run.end_s - oldest_s)
+                oldest_s = min(arrivals[first], end_s)
+            p99_ms[epoch] = 1000.0 * (end_s - oldest_s)
 
 
 class NodeState(NamedTuple):
@@ -480,6 +482,8 @@ class SurrogateBackend:
         typical = max(node.kv_pages(int(workload.mean_history_tokens / 2)), 1)
         entries = _ONE_OFF_SLOTS_PER_ENTRY * (node.pool_pages // typical + 1)
         self._one_off_slots = 1 << entries.bit_length()
+        self._pool_pages = node.pool_pages
+        self._rows_per_page = node.page_bytes / catalogue.row_bytes / catalogue.tables
         self._run = self._run_constants()
         self._now_s = 0.0
         self._waiting: Requests | None = None
@@ -509,21 +513,21 @@ class SurrogateBackend:
     def serve(self, arriving: Requests, alpha_centi: int, seconds: float) -> EpochStats:
         """Like `run`, with the requests that arrive given instead of taken from the workload."""
         require(0 < seconds < 1e9, "seconds", seconds, "above 0 and below 1e9")
-        self._set_capacities(alpha_centi)
-        assert self._waiting is not None
-        requests = self._waiting.then(arriving)
-        run, end_s = self._run, self._now_s + seconds
-        run["begin_s"], run["end_s"] = self._now_s, end_s
+        embedding_pages = self._embedding_pages(alpha_centi)
+        requests = self._queue().then(arriving)
+        end_s = self._now_s + seconds
         most = len(requests) + 1
         outputs = (np.empty(most), np.empty(most), np.empty(most), np.empty(most, np.bool_))
         served = _serve(
-            self._users, self._heap, self._lists, self._clock, self._curve, self._compute, run,
+            self._users, self._heap, self._lists, self._clock, self._curve, self._compute, self._run,
+            self._now_s, end_s, self._pool_pages - embedding_pages,
+            embedding_pages * self._rows_per_page,
             requests.arrival_s, requests.user, requests.history_length, requests.new_items,
             *outputs,
         )  # fmt: skip
         self._now_s = end_s
-        self._waiting = waiting = requests[served:]
-        return self._stats(seconds, outputs, waiting, alpha_centi)
+        self._waiting = requests[served:]
+        return self._stats(seconds, outputs, self._waiting, alpha_centi)
 
     def hold(self, requests: Requests, alpha_centi: int, seconds: float, epochs: int) -> Floats:
         """P99 in milliseconds, [epochs], of `epochs` runs of `seconds` at one alpha.
@@ -534,13 +538,13 @@ class SurrogateBackend:
         Args:
             requests: those of all epochs; those still waiting come before.
         """
-        self._set_capacities(alpha_centi)
-        assert self._waiting is not None
-        every, p99_ms = self._waiting.then(requests), np.empty(epochs)
+        embedding_pages = self._embedding_pages(alpha_centi)
+        every, p99_ms = self._queue().then(requests), np.empty(epochs)
         _hold(
             self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
-            self._run, every.arrival_s, every.user, every.history_length, every.new_items,
-            self._now_s, seconds, p99_ms,
+            self._run, self._now_s, seconds, self._pool_pages - embedding_pages,
+            embedding_pages * self._rows_per_page,
+            every.arrival_s, every.user, every.history_length, every.new_items, p99_ms,
         )  # fmt: skip
         self._waiting = None
         return p99_ms
@@ -587,19 +591,16 @@ class SurrogateBackend:
             "hardware": self.hardware.to_json(),
         }
 
-    def _set_capacities(self, alpha_centi: int) -> None:
+    def _embedding_pages(self, alpha_centi: int) -> int:
+        """Pages of the pool that an alpha of so many hundredths gives to the embedding cache."""
         require(0 <= alpha_centi <= 100, "alpha_centi", alpha_centi, "0 to 100")
+        return self._pool_pages * alpha_centi // 100
+
+    def _queue(self) -> Requests:
+        """The requests that wait."""
         if self._waiting is None:
             raise BackendError("the surrogate has not been reset: call reset(seed) first")
-        embedding_pages = self.node.pool_pages * alpha_centi // 100
-        self._run["kv_capacity"] = self.node.pool_pages - embedding_pages
-        self._run["rows_capacity"] = embedding_pages * self._rows_per_page
-
-    @property
-    def _rows_per_page(self) -> float:
-        """Rows of one table for each page of embedding cache."""
-        catalogue = self.workload.catalogue
-        return self.node.page_bytes / catalogue.row_bytes / catalogue.tables
+        return self._waiting
 
     def _run_constants(self) -> NDArray[np.void]:
         node, catalogue, hardware = self.node, self.workload.catalogue, self.hardware
@@ -633,8 +634,9 @@ class SurrogateBackend:
         waiting: Requests,
         alpha_centi: int,
     ) -> EpochStats:
-        node, catalogue = self.node, self.workload.catalogue
-        clock = dict(zip(_CLOCK.names or (), self._clock[0].item(), strict=True))
+        catalogue, pool_pages = self.workload.catalogue, self._pool_pages
+        page_bytes = self.node.page_bytes
+        clock = dict(zip(_CLOCK.names or (), self._clock.item(), strict=True))
         n = clock["completed"]
         latency_ms, service_ms, arrival_s, is_hot = outputs
         oldest_s = self._now_s
@@ -643,7 +645,7 @@ class SurrogateBackend:
         elif len(waiting):
             oldest_s = float(waiting.arrival_s[0])
         rows = distinct_rows(self._curve, clock["reach"])
-        embedding_pages = node.pool_pages * alpha_centi // 100
+        embedding_pages = self._embedding_pages(alpha_centi)
         tokens = clock["history"] - clock["reused"] + n * catalogue.candidates
         return EpochStats(
             duration_s=seconds,
@@ -660,13 +662,13 @@ class SurrogateBackend:
             prefetch_bytes=0.0,
             evictions=clock["evictions"],
             alpha_target=alpha_centi / 100,
-            alpha_resident=rows / self._rows_per_page / node.pool_pages,
+            alpha_resident=rows / self._rows_per_page / pool_pages,
             embedding_pages=embedding_pages,
             kv_pages=clock["kv_used"],
-            free_pages=node.pool_pages - embedding_pages - clock["kv_used"],
+            free_pages=pool_pages - embedding_pages - clock["kv_used"],
             pending_pages=0,
-            pool_bytes=node.pool_pages * node.page_bytes,
-            working_set_bytes=float(clock["hot_pages"] * node.page_bytes),
+            pool_bytes=pool_pages * page_bytes,
+            working_set_bytes=float(clock["hot_pages"] * page_bytes),
             backlog=len(waiting) + clock["open"],
             backlog_age_s=self._now_s - oldest_s,
             utilisation=clock["busy_s"] / seconds,

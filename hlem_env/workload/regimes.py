@@ -313,7 +313,7 @@ class SyntheticWorkload:
     def reset(self, rng: np.random.Generator, start_s: float) -> None:
         """Start anew at `start_s`: draw the regime's path, then histories and arrivals."""
         self._path_rng, arrivals = rng.spawn(2)
-        self.path = draw_path(self.config, self._path_rng)
+        self._follow(draw_path(self.config, self._path_rng))
         self.redraw(arrivals, start_s)
 
     def redraw(self, rng: np.random.Generator, start_s: float) -> None:
@@ -328,13 +328,14 @@ class SyntheticWorkload:
 
     def take(self, until_s: float) -> Requests:
         """Requests that arrive before `until_s`, from where the last call ended."""
-        taken = Requests.empty()
+        taken = None
         while self._now_s < until_s:
             epoch, end_s = self._epoch_at(self._now_s)
             end_s = min(end_s, until_s)
-            taken = taken.then(self._take_within(epoch, end_s))
+            more = self._take_within(epoch, end_s)
+            taken = more if taken is None else taken.then(more)
             self._now_s = end_s
-        return taken
+        return Requests.empty() if taken is None else taken
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: config and load curve."""
@@ -354,16 +355,15 @@ class SyntheticWorkload:
         period, epoch = divmod(number, self.config.episode_epochs)
         if period != self._period:
             self._period = period
-            self.path = draw_path(self.config, self._path_rng)
+            self._follow(draw_path(self.config, self._path_rng))
         return epoch, (number + 1) * seconds
 
     def _take_within(self, epoch: int, end_s: float) -> Requests:
         """Requests from now to `end_s`, all within one entry of the path."""
-        config, path = self.config, self.path
-        share, new_users = float(path.hot_share[epoch]), int(path.new_users[epoch])
+        config = self.config
+        share, rate, hot_users, new_users, burst = self._steps[epoch]
         self.hot_share = share
-        new_first = self._start_burst(int(path.burst[epoch]), new_users) if new_users else 0
-        rate = float(self.load(share))  # type: ignore[arg-type]
+        new_first = self._start_burst(burst, new_users) if new_users else 0
         n = int(self._rng.poisson(rate * (end_s - self._now_s)))
         requests = Requests(
             np.empty(n), np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int32)
@@ -371,13 +371,21 @@ class SyntheticWorkload:
         width = 2 * config.history_spread * config.mean_history_tokens
         self._next_one_off = _fill(
             self._rng.standard_exponential(n + 1), self._rng.random((2, n)), self._now_s, end_s,
-            share, int(path.hot_users[epoch]) - new_users, new_users, new_first, config.warm_share,
+            share, hot_users - new_users, new_users, new_first, config.warm_share,
             self._warm_first, config.warm_users, self._next_one_off, self._lengths,
             config.mean_history_tokens - width / 2, width, config.new_items,
             config.max_history_tokens, requests.arrival_s, requests.user,
             requests.history_length, requests.new_items,
         )  # fmt: skip
         return requests
+
+    def _follow(self, path: RegimePath) -> None:
+        """Take a path, as plain numbers: looking them up in arrays would cost more than drawing."""
+        self.path = path
+        columns = (
+            path.hot_share, self.load(path.hot_share), path.hot_users, path.new_users, path.burst,
+        )  # fmt: skip
+        self._steps = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def _start_burst(self, burst: int, users: int) -> int:
         """First id of the burst's new users, with new histories when it has just begun."""
