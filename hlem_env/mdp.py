@@ -6,6 +6,7 @@ Nothing else defines these. Training and serving call the same two functions, `o
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class MdpConfig:
         """Names of the state's entries, in order."""
         return FEATURES[self.features]
 
-    @property
+    @cached_property
     def feature_scales(self) -> tuple[float, ...]:
         """What `observe` divides each raw feature by, in order."""
         scales = {

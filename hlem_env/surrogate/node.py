@@ -647,7 +647,7 @@ class SurrogateBackend:
         rows = distinct_rows(self._curve, clock["reach"])
         embedding_pages = self._embedding_pages(alpha_centi)
         tokens = clock["history"] - clock["reused"] + n * catalogue.candidates
-        return EpochStats(
+        return EpochStats.of(
             duration_s=seconds,
             latency_ms=latency_ms[:n],
             service_ms=service_ms[:n],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -55,6 +55,13 @@ def requests_of(rows: Sequence[tuple[float, int, int, int]]) -> Requests:
 def assert_equal(one: EpochStats, other: EpochStats) -> None:
     for field in fields(EpochStats):
         assert np.array_equal(getattr(one, field.name), getattr(other, field.name)), field.name
+
+
+def test_stats_have_every_field_and_nothing_else() -> None:
+    stats = started().run(50, 5.0)
+    assert set(vars(stats)) == {field.name for field in fields(EpochStats)}
+    with pytest.raises(FrozenInstanceError):
+        stats.evictions = 0  # type: ignore[misc]
 
 
 # Sizes
