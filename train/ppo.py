@@ -59,7 +59,7 @@ class Args:
     kv_policy: Literal["scan_resistant", "lru"] = "scan_resistant"
     """eviction policy of the KV cache"""
 
-    total_timesteps: int = 143_360
+    total_timesteps: int = 204_800
     """environment steps (epochs of the node)"""
     num_envs: int = 16
     """parallel environments"""
@@ -94,7 +94,7 @@ class Args:
 
     eval_every: int = 8
     """rollouts between evaluations, in the second half of the training"""
-    eval_seeds: int = 12
+    eval_seeds: int = 16
     """evaluation scenarios, seeded 10,000 and up: never trained on"""
 
 
