@@ -14,7 +14,7 @@ and come back when their users do; rows come with misses and refill.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numba
 import numpy as np
@@ -135,36 +135,38 @@ _RUN = np.dtype(
 )
 """Constants of a run."""
 
-_CLOCK = np.dtype(
-    [
-        ("server_free_s", "f8"),
-        ("origin_s", "f8"),  # of the decayed counts
-        ("draws", "f8"),  # fresh draws from a table so far
-        ("reach", "f8"),  # the row cache holds what this many last draws touched
-        ("kv_used", "i8"),  # pages
-        ("heap_size", "i8"),
-        ("hot_listed", "i8"),
-        # the request that started and has not completed
-        ("open", "i8"),
-        ("open_arrival_s", "f8"),
-        ("open_service_ms", "f8"),
-        ("open_hot", "i8"),
-        ("open_history", "i8"),
-        ("open_reused", "i8"),
-        ("open_hits", "f8"),
-        # of the running epoch
-        ("completed", "i8"),
-        ("busy_s", "f8"),
-        ("history", "i8"),
-        ("reused", "i8"),
-        ("hits", "f8"),
-        ("refill_rows", "f8"),
-        ("missed_rows", "f8"),
-        ("evictions", "i8"),
-        ("hot_pages", "i8"),
-    ]
-)
-"""State of a node beside its users, and the counts of the running epoch."""
+
+class _ClockValues(NamedTuple):
+    """State of a node beside its users, and the counts of the running epoch."""
+
+    server_free_s: float
+    origin_s: float  # of the decayed counts
+    draws: float  # fresh draws from a table so far
+    reach: float  # the row cache holds what this many last draws touched
+    kv_used: int  # pages
+    heap_size: int
+    hot_listed: int
+    # the request that started and has not completed
+    open: int
+    open_arrival_s: float
+    open_service_ms: float
+    open_hot: int
+    open_history: int
+    open_reused: int
+    open_hits: float
+    # of the running epoch
+    completed: int
+    busy_s: float
+    history: int
+    reused: int
+    hits: float
+    refill_rows: float
+    missed_rows: float
+    evictions: int
+    hot_pages: int
+
+
+_CLOCK = np.dtype([(name, np.dtype(kind)) for name, kind in get_type_hints(_ClockValues).items()])
 
 
 _inlined = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
@@ -636,40 +638,40 @@ class SurrogateBackend:
     ) -> EpochStats:
         catalogue, pool_pages = self.workload.catalogue, self._pool_pages
         page_bytes = self.node.page_bytes
-        clock = dict(zip(_CLOCK.names or (), self._clock.item(), strict=True))
-        n = clock["completed"]
+        clock = _ClockValues(*self._clock.item())
+        n = clock.completed
         latency_ms, service_ms, arrival_s, is_hot = outputs
         oldest_s = self._now_s
-        if clock["open"]:
-            oldest_s = clock["open_arrival_s"]
+        if clock.open:
+            oldest_s = clock.open_arrival_s
         elif len(waiting):
             oldest_s = float(waiting.arrival_s[0])
-        rows = distinct_rows(self._curve, clock["reach"])
+        rows = distinct_rows(self._curve, clock.reach)
         embedding_pages = self._embedding_pages(alpha_centi)
-        tokens = clock["history"] - clock["reused"] + n * catalogue.candidates
+        tokens = clock.history - clock.reused + n * catalogue.candidates
         return EpochStats.of(
             duration_s=seconds,
             latency_ms=latency_ms[:n],
             service_ms=service_ms[:n],
             arrival_s=arrival_s[:n],
             is_hot=is_hot[:n],
-            history_tokens=clock["history"],
-            reused_tokens=clock["reused"],
+            history_tokens=clock.history,
+            reused_tokens=clock.reused,
             rows_looked_up=tokens * catalogue.tables,
-            rows_hit=clock["hits"] * catalogue.tables,
+            rows_hit=clock.hits * catalogue.tables,
             computed_tokens=tokens,
-            refill_bytes=clock["refill_rows"] * catalogue.tables * catalogue.row_bytes,
+            refill_bytes=clock.refill_rows * catalogue.tables * catalogue.row_bytes,
             prefetch_bytes=0.0,
-            evictions=clock["evictions"],
+            evictions=clock.evictions,
             alpha_target=alpha_centi / 100,
             alpha_resident=rows / self._rows_per_page / pool_pages,
             embedding_pages=embedding_pages,
-            kv_pages=clock["kv_used"],
-            free_pages=pool_pages - embedding_pages - clock["kv_used"],
+            kv_pages=clock.kv_used,
+            free_pages=pool_pages - embedding_pages - clock.kv_used,
             pending_pages=0,
             pool_bytes=pool_pages * page_bytes,
-            working_set_bytes=float(clock["hot_pages"] * page_bytes),
-            backlog=len(waiting) + clock["open"],
+            working_set_bytes=float(clock.hot_pages * page_bytes),
+            backlog=len(waiting) + clock.open,
             backlog_age_s=self._now_s - oldest_s,
-            utilisation=clock["busy_s"] / seconds,
+            utilisation=clock.busy_s / seconds,
         )
