@@ -98,6 +98,11 @@ class LiveConfig:
         """Width of the model and of an embedding row."""
         return self.heads * self.head_dim
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of an embedding row."""
+        return self.dim * (4 if self.dtype == "float32" else 2)
+
     @classmethod
     def load(cls, name_or_path: str | Path, **overrides: Any) -> LiveConfig:
         """A shipped preset by name, or one from a JSON file.
