@@ -32,7 +32,7 @@ class _Recency:
 
     Victims come from a heap whose keys are lower bounds: an access costs one addition, a victim
     the logarithm of the cache's items. A number of keys above the largest seen takes no more space
-    than that number times 25 bytes.
+    than that number times 72 bytes.
     """
 
     _rule: int

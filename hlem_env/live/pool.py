@@ -95,9 +95,9 @@ class Pool:
         self._count = [self.pages, 0, 0]
         self._pending_count = [0, 0, 0]
         # One page at a time: a memoryview gives plain integers, five times faster than numpy.
-        self._owner_of = memoryview(self.owner)
-        self._pins_of = memoryview(self._pins)
-        self._pending_of = memoryview(self._pending.view(np.int8))
+        self._owner_of = self.owner.data
+        self._pins_of = self._pins.data
+        self._pending_of = self._pending.view(np.int8).data
 
     @property
     def free_count(self) -> int:
