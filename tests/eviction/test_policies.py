@@ -184,8 +184,8 @@ def test_times_that_go_back_do_not_make_a_key_older() -> None:
     policy = Lru()
     policy.on_miss(keys(0), 10.0)
     policy.on_miss(keys(1), 9.0)
-    policy.on_insert(keys(0, 1), 10.0)
     policy.on_hit(keys(0), 8.0)
+    policy.on_insert(keys(0, 1), 10.0)
     assert policy.pick_victims(2, NOBODY, 10.0).tolist() == [1, 0]
 
 

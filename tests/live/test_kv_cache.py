@@ -218,6 +218,7 @@ def test_two_requests_of_one_user_in_one_batch() -> None:
     assert kv.stats().users == 0
     parts = kv.split(users, lengths)
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part.tolist() for part in kv.split([4, 5, 4, 5], [4] * 4)] == [[0, 1], [2, 3]]
     reused = []
     for part in parts:
         batch = kv.begin(
@@ -427,25 +428,49 @@ def test_an_eviction_loop_that_cannot_make_progress_fails(offer: list[int]) -> N
 
 
 def test_a_slot_that_another_user_gets_inherits_nothing() -> None:
-    kv = make(8, ScanResistant(60.0), max_users=16)
-    for _ in range(6):
-        serve(kv, 0, 200)  # often here, never stored: too large
-    before = kv.stats()
-    for user in range(1, 16):
-        serve(kv, user, 4)
-    assert (before.users, kv.stats().users, kv.stats().entries) == (1, 16, 4)
-    # The table is full. Forgotten are the least worthy without an entry, the earliest first.
-    serve(kv, 100, 4)
-    assert kv.stats().users == 16
-    for user in range(101, 140):
+    kv = make(8, ScanResistant(1e6), max_users=16)
+    residents = [1, 2, 3, 4]
+    for _ in range(2):
+        for user in residents:
+            serve(kv, user, 4, new=0 if kv.cached_tokens([user])[0] else 4)
+    # With one visit each, nobody beats two. With a visit inherited, everybody would.
+    for user in range(100, 160):
         serve(kv, user, 4)
         assert kv.stats().users <= 16
-    kv.resize(0)
-    kv.resize(8)
-    stored = [user for user in range(200, 204) if serve(kv, user, 4) == 0]
-    assert stored == [200, 201, 202, 203]
-    # One visit each: a newcomer with the number of a frequent user would push one out.
-    assert kv.cached_tokens(stored).tolist() == [4] * 4
+    assert kv.cached_tokens(residents).tolist() == [4] * 4
+    assert kv.stats().users == 16
+    assert kv.stats().evictions == 0
+
+
+def test_a_full_table_forgets_the_least_worthy_without_an_entry() -> None:
+    kv = make(4, Lru(), max_users=32)
+    for user in range(32):
+        serve(kv, user, 200)  # never stored
+    serve(kv, 99, 200)  # two are forgotten for it, so a slot is left over
+    for first in range(100, 400, 3):
+        known = first - 1 if first > 100 else 31
+        batch = kv.begin(
+            [first, known, first + 1, first + 2], [4] * 4, [4] * 4, [0] * 4, Clock.tick()
+        )
+        assert np.unique(batch.slots).size == 4, "a user of the batch is not forgotten for another"
+        kv.commit(batch)
+        assert kv.stats().users <= 32
+        assert kv.stats().entries == 2
+        assert_whole(kv)
+    # The oldest first: all but the latest are gone, and asking for them adds nobody.
+    users = kv.stats().users
+    assert kv.cached_tokens(list(range(32))).tolist() == [0] * 32
+    assert kv.stats().users == users
+
+
+def test_the_oldest_known_user_of_a_batch_is_not_forgotten_for_a_new_one() -> None:
+    kv = make(4, Lru(), max_users=8)
+    for user in range(8):
+        serve(kv, user, 200)
+    batch = kv.begin([0, 50], [200, 200], [0, 200], [0, 0], Clock.tick())
+    assert np.unique(batch.slots).size == 2
+    kv.commit(batch)
+    assert kv.stats().users == 8
 
 
 def test_users_in_flight_or_stored_are_not_forgotten() -> None:

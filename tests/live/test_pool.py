@@ -129,6 +129,7 @@ def test_a_pinned_page_stays_its_owners_until_the_last_unpin(pool: Pool) -> None
     assert pool.owner[pages[0]] == Owner.EMBEDDING
     pool.unpin(pages[:1])
     assert (pool.pending_count, pool.free_count) == (0, 8)
+    pool.free_pages(pool.alloc_pages(8, Owner.KV))
     assert_whole(pool)
 
 

@@ -66,13 +66,28 @@ class NodeMachine(RuleBasedStateMachine):
 
     # Requests
 
-    @rule(requests=st.lists(request, min_size=1, max_size=6), split=st.booleans())
-    def begin(self, requests: list[tuple[int, int, str]], split: bool) -> None:
+    @rule(requests=st.lists(request, min_size=1, max_size=6))
+    def begin_split(self, requests: list[tuple[int, int, str]]) -> None:
+        self.begin_requests(requests, split=True)
+
+    @rule(requests=st.lists(request, min_size=1, max_size=6), commit=st.booleans())
+    def begin_and_end(self, requests: list[tuple[int, int, str]], commit: bool) -> None:
+        self.begin_requests(requests, split=False)
+        if self.running:
+            self.finish(len(self.running) - 1, commit)
+            self.partition.settle()
+
+    @rule(requests=st.lists(request, min_size=1, max_size=6))
+    def begin(self, requests: list[tuple[int, int, str]]) -> None:
+        self.begin_requests(requests, split=False)
+
+    def begin_requests(self, requests: list[tuple[int, int, str]], split: bool) -> None:
         busy = {user for batch in self.running for user in batch.users.tolist()}
         drawn = [r for r in requests if r[0] not in busy]
         if not split:
             drawn = list({r[0]: r for r in drawn}.values())
         if not drawn:
+            self.finish(0, commit=True)
             return
         arguments = [(user, *self.grow(user, new, kind)) for user, new, kind in drawn]
         users, lengths, new, edits = (np.array(column) for column in zip(*arguments, strict=True))
@@ -146,16 +161,14 @@ class NodeMachine(RuleBasedStateMachine):
             self.embedding.insert(self.next_key)
             self.next_key += 1
 
-    @precondition(lambda self: not self.embedding.in_use and self.embedding.pages)
+    @precondition(lambda self: self.embedding.in_use or self.embedding.pages)
     @rule(data=st.data())
-    def start_lookup(self, data: st.DataObject) -> None:
+    def start_or_end_lookup(self, data: st.DataObject) -> None:
+        if self.embedding.in_use:
+            self.embedding.end_lookup()
+            return
         pages = st.lists(st.sampled_from(self.embedding.pages), min_size=1, unique=True)
         self.embedding.start_lookup(data.draw(pages))
-
-    @precondition(lambda self: self.embedding.in_use)
-    @rule()
-    def end_lookup(self) -> None:
-        self.embedding.end_lookup()
 
     # The boundary, and pages taken from outside
 
@@ -177,19 +190,16 @@ class NodeMachine(RuleBasedStateMachine):
         assert min(n, evictable) <= freed <= evictable
         assert self.kv.used_pages == used - freed
 
-    @precondition(lambda self: self.partition.pending_pages == 0 and not self.extra)
-    @rule(n=st.integers(1, 4))
-    def alloc(self, n: int) -> None:
-        """Somebody else has pages for a while: the KV cache gets by with fewer."""
-        n = min(n, self.pool.free_count)
-        self.extra = [self.pool.alloc_page(Owner.KV) for _ in range(n)]
-
-    @precondition(lambda self: self.extra)
-    @rule()
-    def free(self) -> None:
-        for page in self.extra:
-            self.pool.free_page(page)
-        self.extra = []
+    @rule(n=st.integers(1, 12))
+    def alloc_or_free(self, n: int) -> None:
+        """Somebody else has pages for a while: the caches get by with fewer."""
+        if self.extra:
+            for page in self.extra:
+                self.pool.free_page(page)
+            self.extra = []
+        else:
+            n = min(n, self.pool.free_count)
+            self.extra = [self.pool.alloc_page(Owner.KV) for _ in range(n)]
 
     # What always holds
 
@@ -301,6 +311,6 @@ class NodeMachine(RuleBasedStateMachine):
 
 
 NodeMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=100, stateful_step_count=50, deadline=None, print_blob=True
 )
 TestNode = NodeMachine.TestCase
