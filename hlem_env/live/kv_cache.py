@@ -40,8 +40,8 @@ from hlem_env.live.kv_entries import EntryKind, KvEntries, Slots
 from hlem_env.live.pool import Owner, Pool
 
 _NOBODY: Slots = np.empty(0, np.int64)
-_FIRST_VICTIMS = 8
-"""Victims asked for at first; twice as many each time they do not free enough."""
+_MORE_VICTIMS = 4
+"""Victims asked for at first, beyond what entries of average size would take."""
 
 
 @dataclass(frozen=True)
@@ -458,7 +458,8 @@ class KvCache:
 
         At most log2(entries) rounds, since every round's victims are different entries.
         """
-        records, n = self._entries.records, _FIRST_VICTIMS
+        records = self._entries.records
+        n = _MORE_VICTIMS + pages * self._count // self.used_pages
         while True:
             slots = self._policy.pick_victims(n, incoming, now)
             good = (records["row"][slots] >= 0) & ~records["in_flight"][slots]
