@@ -186,6 +186,13 @@ class EmbeddingCache:
         side = self._device_side
         return int(self.state.counters[SHRUNK]) if side is None else side.poll()[SHRUNK]
 
+    @property
+    def critical_bytes(self) -> int:
+        """Bytes fetched for lookups, as far as the host knows: the device is not asked."""
+        side = self._device_side
+        unique = int(self.state.counters[UNIQUE]) if side is None else side.poll()[UNIQUE]
+        return unique * self.tables.row_bytes
+
     def counters(self) -> CacheCounters:
         """All counters; waits for the device, so once an epoch.
 
