@@ -1,1 +1,1 @@
-"""What runs on every row or token: a reference in PyTorch, and Triton for CUDA, of each."""
+"""Kernels of the live node: references that define results, and their Triton forms."""
