@@ -4,41 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
 from hlem_env.scenario import Scenario
-from hlem_env.workload.regimes import HOT_USERS_POOL_BYTES, LoadCurve, RegimeConfig, SyntheticWorkload
+from hlem_env.workload.regimes import (
+    HOT_USERS_POOL_BYTES,
+    LoadCurve,
+    RegimeConfig,
+    SyntheticWorkload,
+)
 from hlem_env.workload.requests import Catalogue
 
 REFERENCE_ENTRIES = 476
 """Histories of 10,000 tokens that fit in the 60 GB pool of the regimes' table of hot users."""
 
 
-def live_scenario(scenario: Scenario, config: LiveConfig) -> Scenario:
-    """The scenario with the preset's sizes in place of its own."""
-    require(
-        scenario.trace is None,
-        "workload",
-        scenario.name,
-        "a regime: the live node draws its requests from a regime's population",
-    )
-    return replace(
-        scenario,
-        mean_history_tokens=config.mean_history_tokens,
-        max_history_tokens=config.max_history_tokens,
-        tables=config.tables,
-        rows_per_table=config.rows_per_table,
-        zipf=config.zipf,
-        layers=config.layers,
-        pool_bytes=config.pool_bytes,
-        warmup_epochs=config.warmup_epochs,
-        epoch_seconds=config.epoch_seconds,
-    )
-
-
-def live_workload(scenario: Scenario, config: LiveConfig, entries: int, speed: float) -> SyntheticWorkload:
+def live_workload(
+    scenario: Scenario, config: LiveConfig, entries: int, speed: float
+) -> SyntheticWorkload:
     """The scenario's requests for a node whose pool holds so many mean histories.
 
     Args:
@@ -48,7 +32,11 @@ def live_workload(scenario: Scenario, config: LiveConfig, entries: int, speed: f
     regime = RegimeConfig.preset(
         scenario.preset,
         scenario.regime,
-        **({} if scenario.steady_hot_share is None else {"steady_hot_share": scenario.steady_hot_share}),
+        **(
+            {}
+            if scenario.steady_hot_share is None
+            else {"steady_hot_share": scenario.steady_hot_share}
+        ),
         population_factor=scenario.population_factor,
         burst_users=scenario.burst_users,
         mean_history_tokens=config.mean_history_tokens,

@@ -52,13 +52,13 @@ class Histories:
         self._length = np.zeros(self.persistent_users, np.int64)
         self._edits = np.zeros(self.persistent_users, np.int64)
 
-    def visit(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
-        """Advance the users' windows to these requests, of which no two have the same user.
+    def window(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
+        """Windows of requests of different users, as they will be when the requests are served.
 
         A history that is shorter than the last one with the new items has lost its oldest items.
 
         Args:
-            users: [n] ids.
+            users: [n] ids, each once.
             lengths: [n] tokens of history, the new items included.
             new_items: [n] of those, appended since the last visit.
         """
@@ -66,13 +66,26 @@ class Histories:
         back = users < self.persistent_users
         user = users[back]
         lost = self._length[user] + new_items[back] - lengths[back]
-        known = self._length[user] > 0
-        cut = known & (lost > 0)
-        self._first[user] += np.where(cut, lost, 0)
-        self._edits[user] += cut
-        self._length[user] = lengths[back]
-        first[back], edits[back] = self._first[user], self._edits[user]
+        cut = (self._length[user] > 0) & (lost > 0)
+        first[back] = self._first[user] + np.where(cut, lost, 0)
+        edits[back] = self._edits[user] + cut
         return Window(first, edits)
+
+    def edits(self, users: Ints) -> Ints:
+        """Edits so far of users [n]."""
+        edits = np.zeros(users.size, np.int64)
+        back = users < self.persistent_users
+        edits[back] = self._edits[users[back]]
+        return edits
+
+    def visit(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
+        """Advance the users' windows to these requests, as in `window`."""
+        window = self.window(users, lengths, new_items)
+        back = users < self.persistent_users
+        user = users[back]
+        self._first[user], self._edits[user] = window.first[back], window.edits[back]
+        self._length[user] = lengths[back]
+        return window
 
     def draw(self, users: Tensor, index: Tensor) -> Tensor:
         """Catalogue ids int64 [n], 0 the most popular, of items `index` of `users` (int64 [n] each)."""

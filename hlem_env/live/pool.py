@@ -85,6 +85,10 @@ class Pool:
         self.memory = torch.empty(self.pages * page_bytes, dtype=torch.uint8, device=device)
         """uint8 [pages * page_bytes], uninitialised."""
         self.device = self.memory.device
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free and nothing is pinned, whoever had them; the memory stays as it is."""
         self.owner: NDArray[np.int8] = np.full(self.pages, Owner.FREE, np.int8)
         """[pages], to read only."""
         self._pins: NDArray[np.int32] = np.zeros(self.pages, np.int32)

@@ -120,7 +120,9 @@ class LiveBackend:
             self._serve_until(self._end_s, clock)
         finally:
             clock.stop()
-        return self._stats(begin_s, self._end_s, alpha_centi)
+        stats = self._stats(begin_s, self._end_s, alpha_centi)
+        self.node.last_p99_ms = stats.p99_ms
+        return stats
 
     def close(self) -> None:
         """Give the node's memory back. May be called twice."""
@@ -132,7 +134,7 @@ class LiveBackend:
             arrived = int(np.searchsorted(self._waiting.arrival_s, now_s, side="right"))
             if arrived == 0:
                 next_s = float(self._waiting.arrival_s[0]) if len(self._waiting) else end_s
-                self.node.idle(min(end_s, next_s) - now_s)
+                self.node.idle(now_s)
                 _sleep_until(min(end_s, next_s), clock.now)
                 continue
             count = self.node.first_batch(self._waiting[:arrived])

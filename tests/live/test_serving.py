@@ -50,7 +50,7 @@ class TimedNode:
     def move(self, alpha_centi: int) -> None:
         pass
 
-    def idle(self, seconds: float) -> None:
+    def idle(self, now_s: float) -> None:
         pass
 
     def first_batch(self, waiting: Requests) -> int:
