@@ -6,12 +6,13 @@ the kernels on a CUDA device match it. No call waits for the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from hlem_env.errors import require, require_choice
+from hlem_env.errors import ArgumentError, require, require_choice
+from hlem_env.live.paged_kv import PagedKv
+
+__all__ = ["PagedKv", "append_history", "hstu_attention"]
 
 MASKS = ("candidates",)
 """`candidates`: history is causal; a candidate sees the whole history and itself."""
@@ -21,26 +22,6 @@ KERNEL_HEAD_DIMS = (32, 64, 128)
 
 MAX_PROGRAMS = 65_535
 """Sequences times heads of one call on CUDA: the second extent of a grid."""
-
-
-class PagedKv(NamedTuple):
-    """Keys and values of histories in the pool, as one layer of a batch sees them.
-
-    Blocks of a sequence are in order of growth: chunk c of `block_tokens` tokens of layer l is its
-    ordinal c * layers + l, found in block `ordinal % blocks_per_page` of the sequence's page number
-    `ordinal // blocks_per_page`.
-    """
-
-    blocks: Tensor
-    """[blocks, 2 (K, V), block_tokens, heads, head_dim], the whole pool."""
-    page_table: Tensor
-    """int32 [B, max_pages]: pages of each sequence; -1 where it has none. A sequence without pages
-    is not appended to."""
-    cached: Tensor
-    """int32 [B]: tokens already in the pages. What lies behind them is never read."""
-    layer: int
-    layers: int
-    blocks_per_page: int
 
 
 def hstu_attention(
@@ -66,7 +47,8 @@ def hstu_attention(
         q: [N, heads, head_dim], the new tokens of all sequences one after the other.
         k: the same shape.
         v: the same shape.
-        offsets: int32 [B + 1], row at which each sequence starts; 0 first and N last.
+        offsets: int32 [B + 1], row at which each sequence starts; 0 first, and last the number of
+            tokens, N or less: what lies behind is padding, whose result is undefined.
         candidates: int32 [B], how many of a sequence's new tokens are candidates.
         scaling_seqlen: the constant N of the formula, not a length.
         scale: factor of q k^T; by default head_dim ** -0.5.
@@ -152,66 +134,52 @@ def _has_kernel(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in KERNEL_DTYPES and q.shape[2] in KERNEL_HEAD_DIMS
 
 
+# The checks run before every launch: messages are made only where one fails.
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidates: Tensor) -> None:
-    require(q.dim() == 3, "q.shape", tuple(q.shape), "[N, heads, head_dim]")
+    shape, dtype, device = q.shape, q.dtype, q.device
+    if len(shape) != 3:
+        raise ArgumentError("q.shape", tuple(shape), "[N, heads, head_dim]")
+    inner = (shape[2], 1)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        same = tensor.shape == q.shape and tensor.dtype == q.dtype and tensor.device == q.device
-        require(
-            same,
-            name,
-            (tuple(tensor.shape), tensor.dtype, str(tensor.device)),
-            f"{tuple(q.shape)}, {q.dtype} on {q.device}, as the others",
-        )
-        require(
-            tensor.stride()[1:] == (q.shape[2], 1) or 0 in tensor.shape,
-            f"{name}.stride",
-            tensor.stride(),
-            "last two dimensions contiguous",
-        )
-    batch = candidates.shape[0] if candidates.dim() == 1 else -1
-    require(batch >= 0, "candidates.shape", tuple(candidates.shape), "[B]")
-    require(offsets.shape == (batch + 1,), "offsets.shape", tuple(offsets.shape), f"[{batch + 1}]")
-    for name, tensor in (("offsets", offsets), ("candidates", candidates)):
-        fits = tensor.dtype == torch.int32 and tensor.device == q.device and tensor.is_contiguous()
-        require(
-            fits,
-            name,
-            (tensor.dtype, str(tensor.device)),
-            f"int32 on {q.device}, contiguous",
-        )
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+            allowed = f"{tuple(shape)}, {dtype} on {device}, as the others"
+            raise ArgumentError(name, _describe(tensor), allowed)
+        if tensor.stride()[1:] != inner and 0 not in shape:
+            raise ArgumentError(f"{name}.stride", tensor.stride(), "last two dimensions contiguous")
+    if candidates.dim() != 1:
+        raise ArgumentError("candidates.shape", tuple(candidates.shape), "[B]")
+    batch = candidates.shape[0]
+    for name, tensor, size in (("offsets", offsets, batch + 1), ("candidates", candidates, batch)):
+        _check_int32(name, tensor, (size,), device)
 
 
 def _check_cache(q: Tensor, offsets: Tensor, cache: PagedKv) -> None:
     blocks, batch = cache.blocks, offsets.shape[0] - 1
-    fits = blocks.dim() == 5 and blocks.shape[1] == 2 and blocks.shape[3:] == q.shape[1:]
-    require(
-        fits and blocks.is_contiguous(),
-        "cache.blocks.shape",
-        tuple(blocks.shape),
-        f"[blocks, 2, block_tokens, {q.shape[1]}, {q.shape[2]}], contiguous",
-    )
-    require(
-        blocks.dtype == q.dtype and blocks.device == q.device,
-        "cache.blocks",
-        (blocks.dtype, str(blocks.device)),
-        f"{q.dtype} on {q.device}",
-    )
-    for name, tensor, dims in (
-        ("page_table", cache.page_table, 2),
-        ("cached", cache.cached, 1),
-    ):
-        fits = (
-            tensor.dim() == dims
-            and tensor.shape[0] == batch
-            and tensor.dtype == torch.int32
-            and tensor.device == q.device
-            and tensor.is_contiguous()
-        )
-        require(
-            fits,
-            f"cache.{name}",
-            (tuple(tensor.shape), tensor.dtype, str(tensor.device)),
-            f"int32, {batch} rows, contiguous, on {q.device}",
-        )
-    require(0 <= cache.layer < cache.layers, "cache.layer", cache.layer, f"0 to {cache.layers - 1}")
-    require(cache.blocks_per_page > 0, "cache.blocks_per_page", cache.blocks_per_page, "above 0")
+    shape = blocks.shape
+    fits = len(shape) == 5 and shape[1] == 2 and shape[3:] == q.shape[1:]
+    if not fits or not blocks.is_contiguous():
+        allowed = f"[blocks, 2, block_tokens, {q.shape[1]}, {q.shape[2]}], contiguous"
+        raise ArgumentError("cache.blocks.shape", tuple(shape), allowed)
+    if blocks.dtype != q.dtype or blocks.device != q.device:
+        raise ArgumentError("cache.blocks", _describe(blocks), f"{q.dtype} on {q.device}")
+    _check_int32("cache.cached", cache.cached, (batch,), q.device)
+    table = cache.page_table
+    width = table.shape[1] if table.dim() == 2 else 0
+    _check_int32("cache.page_table", table, (batch, width), q.device)
+    if not 0 <= cache.layer < cache.layers:
+        raise ArgumentError("cache.layer", cache.layer, f"0 to {cache.layers - 1}")
+    if cache.blocks_per_page <= 0:
+        raise ArgumentError("cache.blocks_per_page", cache.blocks_per_page, "above 0")
+
+
+def _check_int32(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    fits = tensor.shape == shape and tensor.dtype == torch.int32 and tensor.device == device
+    if not fits or not tensor.is_contiguous():
+        allowed = f"{shape}, int32 on {device}, contiguous"
+        raise ArgumentError(name, _describe(tensor), allowed)
+
+
+def _describe(tensor: Tensor) -> tuple[tuple[int, ...], str, str]:
+    return tuple(tensor.shape), str(tensor.dtype), str(tensor.device)

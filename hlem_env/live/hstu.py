@@ -24,6 +24,11 @@ from torch.nn import functional
 from hlem_env.errors import ArgumentError, ArtefactError, require, require_choice, require_number
 from hlem_env.live.attention import PagedKv, append_history, hstu_attention
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+QK_GAIN = 0.25
+"""Norm of the rows of W that make q and k, at the start; those of u and v have 1. SiLU of small values
+is nearly linear, so q k^T varies around 0 and keys count differently. With a gain of 1 all products are
+positive, A v is close to the mean of all values, and some wrong keys among many would hardly show."""
 OUTPUT_GAIN = 1.7
 """Norm of W_o's rows at the start. u * LN(A v) has a root mean square of 0.6 then, so a layer adds about
 1 to tokens of variance 1: attention counts as much as the token itself."""
@@ -44,9 +49,9 @@ class HstuConfig:
     """The constant that attention is divided by; the real length would make cached results differ."""
     norm_epsilon: float = 1e-6
     """Of LN(x), where x has a variance of about 1."""
-    attention_norm_epsilon: float = 1e-14
-    """Of LN(A v). A v is about tokens / scaling_seqlen / 20: 3e-6 for one token, a variance of 1e-11.
-    A common epsilon of 1e-5 would erase histories of up to some thousand tokens."""
+    attention_norm_epsilon: float = 1e-18
+    """Of LN(A v), which is small: with the initial weights A v of a single token is about
+    0.005 / scaling_seqlen = 3e-7, a variance of 1e-13. A common epsilon of 1e-5 would erase it."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -164,6 +169,8 @@ class Hstu(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        allowed = "float64, float32 or bfloat16; A v is too small for float16"
+        require(dtype in DTYPES, "dtype", dtype, allowed)
         self.config = config
         generator = torch.Generator().manual_seed(seed)
         self.positions = nn.Parameter(
@@ -265,7 +272,8 @@ class _Layer(nn.Module):
         width = config.heads * config.head_dim
         self.norm_weight = nn.Parameter(torch.ones(config.dim))
         self.norm_bias = nn.Parameter(torch.zeros(config.dim))
-        self.uvqk = nn.Parameter(_rows(4 * width, config.dim, 1.0, generator))
+        gains = torch.tensor([1.0, 1.0, QK_GAIN, QK_GAIN]).repeat_interleave(width)
+        self.uvqk = nn.Parameter(_rows(4 * width, config.dim, 1.0, generator) * gains[:, None])
         self.attention_norm_weight = nn.Parameter(torch.ones(width))
         self.attention_norm_bias = nn.Parameter(torch.zeros(width))
         self.output = nn.Parameter(_rows(config.dim, width, OUTPUT_GAIN, generator))

@@ -211,6 +211,11 @@ def test_wrong_sizes_are_refused(wrong: dict[str, float]) -> None:
         HstuConfig(**wrong)  # type: ignore[arg-type]
 
 
+def test_half_precision_without_range_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="bfloat16"):
+        Hstu(SMALL, dtype=torch.float16)
+
+
 def test_presets() -> None:
     assert (preset("6-layer").dim, preset("6-layer").layers, preset("3-layer").layers) == (
         512,

@@ -26,6 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+AVAILABLE = hasattr(tma, "async_copy_global_to_shared")
+"""Whether this Triton still has the calls used here: 3.6 to 3.8 do, 3.9 renamed some."""
+
 
 class Config(NamedTuple):
     """Sizes of a program."""

@@ -5,16 +5,12 @@ Sums are in float32, in float64 where the input is float64.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hlem_env.errors import require
-
-if TYPE_CHECKING:
-    from hlem_env.live.attention import PagedKv
+from hlem_env.live.paged_kv import PagedKv
 
 MAX_SCORES = 2**26
 """Scores held at a time; longer sequences go in pieces of queries."""

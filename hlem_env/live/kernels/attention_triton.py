@@ -11,15 +11,14 @@ Full recomputes without cached history take the kernel of `attention_hopper` whe
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hlem_env.live.attention import PagedKv
+from hlem_env.live.paged_kv import PagedKv
 
 BLOCK_QUERIES = 128
 BLOCK_KEYS = 64
@@ -50,39 +49,33 @@ def attend(
             return attention_hopper.attend(
                 q, k, v, offsets, candidates, scaling_seqlen, scale, max_new
             )
-    rows, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     sequences = candidates.shape[0]
     tiles = triton.cdiv(max_new, BLOCK_QUERIES)
     splits = 1 if cache is None else _splits(q, tiles * heads * sequences, cache)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = out if splits == 1 else q.new_empty((splits, *q.shape), dtype=torch.float32)
-    paged: dict[str, Any] = _paged_arguments(cache, offsets, out)
-    _attend[(tiles, heads * sequences, splits)](
-        q,
-        k,
-        v,
-        parts,
-        offsets,
-        candidates,
-        **paged,
-        half_scale=scale / 2,
-        out_scale=1 / scaling_seqlen,
-        q_stride=q.stride(0),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
-        part_stride=rows * heads * head_dim,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        BLOCK_M=BLOCK_QUERIES,
-        BLOCK_N=BLOCK_KEYS,
-        SPLITS=splits,
-        num_warps=8 if head_dim == 128 else 4,
-        num_stages=STAGES,
+    _launch(
+        _attend,
+        (tiles, heads * sequences, splits),
+        {"num_warps": 8 if head_dim == 128 else 4, "num_stages": STAGES},
+        (q, k, v, parts, offsets, candidates, *_pages(cache, offsets, out)),
+        (scale / 2, 1 / scaling_seqlen),
+        (q.stride(0), k.stride(0), v.stride(0)),
+        (*((0, 0) if cache is None else (cache.page_table.shape[1], cache.layer)), out.numel()),
+        (*_sizes(cache), heads, head_dim, BLOCK_QUERIES, BLOCK_KEYS, splits),
     )
     if splits > 1:
-        elements = rows * heads * head_dim
-        _add_parts[(triton.cdiv(elements, REDUCE_BLOCK),)](
-            parts, out, elements, 1 / scaling_seqlen, SPLITS=splits, BLOCK=REDUCE_BLOCK
+        elements = out.numel()
+        _launch(
+            _add_parts,
+            (triton.cdiv(elements, REDUCE_BLOCK), 1, 1),
+            {},
+            (parts, out),
+            (1 / scaling_seqlen,),
+            (),
+            (elements,),
+            (splits, REDUCE_BLOCK),
         )
     return out
 
@@ -91,44 +84,66 @@ def append(
     k: Tensor, v: Tensor, offsets: Tensor, candidates: Tensor, cache: PagedKv, max_new: int
 ) -> None:
     """See `attention.append_history`, which has checked the arguments."""
-    _, heads, head_dim = k.shape
-    _append[(triton.cdiv(max_new, APPEND_TOKENS), candidates.shape[0])](
-        k,
-        v,
-        offsets,
-        candidates,
-        **_paged_arguments(cache, offsets, k),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
-        WIDTH=heads * head_dim,
-        WIDTH_BLOCK=triton.next_power_of_2(heads * head_dim),
-        TOKENS=APPEND_TOKENS,
+    width = k.shape[1] * k.shape[2]
+    _launch(
+        _append,
+        (triton.cdiv(max_new, APPEND_TOKENS), candidates.shape[0], 1),
+        {},
+        (k, v, offsets, candidates, *_pages(cache, offsets, k)),
+        (),
+        (k.stride(0), v.stride(0)),
+        (cache.page_table.shape[1], cache.layer),
+        (*_sizes(cache), width, triton.next_power_of_2(width), APPEND_TOKENS),
     )
 
 
-def _paged_arguments(cache: PagedKv | None, any_int32: Tensor, any_float: Tensor) -> dict[str, Any]:
-    """The kernels' arguments for the cache; for none, pointers that are not followed."""
+def _pages(cache: PagedKv | None, any_int32: Tensor, any_float: Tensor) -> tuple[Tensor, ...]:
+    """The kernels' pointers into the cache; for none, pointers that are not followed."""
     if cache is None:
-        return {
-            "blocks": any_float,
-            "page_table": any_int32,
-            "cached": any_int32,
-            "table_width": 0,
-            "layer": 0,
-            "LAYERS": 1,
-            "BLOCKS_PER_PAGE": 1,
-            "BLOCK_TOKENS": 0,
-        }
-    return {
-        "blocks": cache.blocks,
-        "page_table": cache.page_table,
-        "cached": cache.cached,
-        "table_width": cache.page_table.shape[1],
-        "layer": cache.layer,
-        "LAYERS": cache.layers,
-        "BLOCKS_PER_PAGE": cache.blocks_per_page,
-        "BLOCK_TOKENS": cache.blocks.shape[2],
-    }
+        return any_float, any_int32, any_int32
+    return cache.blocks, cache.page_table, cache.cached
+
+
+def _sizes(cache: PagedKv | None) -> tuple[int, int, int]:
+    """LAYERS, BLOCKS_PER_PAGE and BLOCK_TOKENS; 0 tokens stand for no cache."""
+    if cache is None:
+        return 1, 1, 0
+    return cache.layers, cache.blocks_per_page, cache.blocks.shape[2]
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    options: dict[str, int],
+    tensors: tuple[Tensor, ...],
+    floats: tuple[float, ...],
+    strides: tuple[int, ...],
+    counts: tuple[int, ...],
+    constants: tuple[int, ...],
+) -> None:
+    """Run a kernel whose parameters come in this order, compiled once for all that it depends on.
+
+    Triton finds the compiled kernel anew at each launch, which takes the host longer than the device
+    takes for a request with cached history. `counts` are what the kernel is not specialised for.
+    """
+    key = (
+        id(kernel),
+        tensors[0].device.index,
+        *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+        strides,
+        *[count < 2**31 for count in counts],
+        constants,
+        *options.values(),
+    )
+    arguments = (*tensors, *floats, *strides, *counts, *constants)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*arguments, **options)
+    else:
+        compiled[grid](*arguments)
 
 
 def _splits(q: Tensor, programs: int, cache: PagedKv) -> int:
@@ -150,10 +165,10 @@ def _has_hopper(device: int) -> bool:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        from hlem_env.live.kernels import attention_hopper  # noqa: F401
-    except (ImportError, AttributeError):
+        from hlem_env.live.kernels import attention_hopper
+    except ImportError:
         return False
-    return True
+    return attention_hopper.AVAILABLE
 
 
 @triton.jit
@@ -186,13 +201,13 @@ def _attend(  # type: ignore[no-untyped-def]
     blocks,
     page_table,
     cached,
-    table_width,
-    layer,
     half_scale,
     out_scale,
     q_stride,
     k_stride,
     v_stride,
+    table_width,
+    layer,
     part_stride,
     LAYERS: tl.constexpr,
     BLOCKS_PER_PAGE: tl.constexpr,
@@ -316,9 +331,9 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(to, acc.to(out.dtype.element_ty), mask=query[:, None] < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["elements"])
 def _add_parts(  # type: ignore[no-untyped-def]
-    parts, out, elements, out_scale, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    parts, out, out_scale, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
@@ -337,10 +352,10 @@ def _append(  # type: ignore[no-untyped-def]
     blocks,
     page_table,
     cached,
-    table_width,
-    layer,
     k_stride,
     v_stride,
+    table_width,
+    layer,
     LAYERS: tl.constexpr,
     BLOCKS_PER_PAGE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
