@@ -52,7 +52,11 @@ def append(k: Tensor, v: Tensor, offsets: Tensor, candidates: Tensor, cache: Pag
         zip(cache.cached.tolist(), candidates.tolist(), strict=True)
     ):
         start, stop = starts[sequence], starts[sequence + 1] - n_candidates
-        if table[sequence][0] < 0 or stop <= start:
+        # A history that was not admitted may have pages for its beginning only.
+        pages = sum(page >= 0 for page in table[sequence])
+        room = pages * cache.blocks_per_page // cache.layers * block_tokens
+        stop = min(stop, start + room - first)
+        if stop <= start:
             continue
         token = torch.arange(first, first + stop - start, device=k.device)
         block = _block_of(cache, sequence, token // block_tokens)
