@@ -172,6 +172,11 @@ class EmbeddingCache:
         return len(self._pages) * self.rows_per_page
 
     @property
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """The stream of grow, shrink and the victim queue; None on a CPU."""
+        return None if self._device_side is None else self._device_side.queue.stream
+
+    @property
     def resident_rows(self) -> int:
         """Rows in the cache; waits for the device."""
         counters = self.counters()
