@@ -61,7 +61,7 @@ class Args:
     """fp16 values of a row, for the lookups"""
     zipf: float = 1.05
     """exponent of the popularity"""
-    warm: int = 16
+    warm: int = 64
     """batches before the timed ones"""
     batches: int = 24
     """timed batches"""

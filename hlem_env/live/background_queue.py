@@ -21,7 +21,7 @@ EXACT_KEYS = 2**16
 LENGTH_MIN = 2**18
 CAPACITY_SHARE = 8
 """The queue holds at least 1/8 of the slots."""
-SORT_ALL_SLOTS = 2**20
+SORT_ALL_SLOTS = 2**22
 """Below so many slots all are sorted, and equal scores come in order of the slot."""
 COUNTED_BATCHES = 16
 """Decayed counts: batches until rows inserted since may be victims."""

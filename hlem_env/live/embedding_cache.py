@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hlem_env.errors import ArgumentError, BackendError, require, require_choice
-from hlem_env.live.background_queue import BackgroundQueue
+from hlem_env.live.background_queue import EXACT_KEYS, BackgroundQueue
 from hlem_env.live.cache_state import (
     EVICTED,
     FREE,
@@ -244,8 +244,9 @@ class EmbeddingCache:
             values = side.poll()
             _refuse_invalid(values[INVALID], self.tables.n_rows)
             side.queue.prepare(n, self.capacity_rows)
-            beside = side.beside if values[LAST_UNIQUE] > FEW_MISSES else None
-            out = side.chain.lookup(keys, self._batch, weight, beside)
+            expected = values[LAST_UNIQUE]
+            beside = side.beside if expected > FEW_MISSES else None
+            out = side.chain.lookup(keys, self._batch, weight, expected, beside)
             side.snapshot()
             side.queue.replenish(n, self.capacity_rows)
             return out  # type: ignore[no-any-return]
@@ -372,9 +373,12 @@ class EmbeddingCache:
         limit = self._batch if evict else FREE + 1
         side = self._device_side
         if side is not None and side.chain is not None:
-            side.queue.prepare(rows.shape[0], self.capacity_rows)
-            side.chain.warm(rows, values, self._batch, limit)
-            side.queue.replenish(rows.shape[0], self.capacity_rows)
+            for first in range(0, rows.shape[0], EXACT_KEYS):
+                some = rows[first : first + EXACT_KEYS]
+                staged = None if values is None else values[first : first + EXACT_KEYS]
+                side.queue.prepare(some.shape[0], self.capacity_rows)
+                side.chain.warm(some, staged, self._batch, limit)
+                side.queue.replenish(some.shape[0], self.capacity_rows)
             return
         self._refuse_unknown(rows[rows >= 0])
         fetch = self._fetch if values is None else _staged(rows, values)

@@ -62,7 +62,8 @@ class DenseIndex:
 
     def remove(self, rows: Tensor) -> None:
         """Forget rows, int64 [n]; -1 is ignored."""
-        self.slot_of[rows] = ABSENT  # [-1] is the one that stands for no row
+        # An assignment of a number would wait for the device. Place -1 stands for no row.
+        self.slot_of.index_fill_(0, rows, ABSENT)
 
 
 class SetAssociativeIndex:

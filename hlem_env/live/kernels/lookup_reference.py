@@ -206,9 +206,9 @@ def shrink(state: CacheState, emptied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     score, slots = state.score, len(state.stamp)
     lowest = torch.topk(score, m, largest=False, sorted=False).indices
     vacated = torch.zeros(slots, dtype=torch.bool, device=score.device)
-    vacated[lowest] = True
+    vacated.index_fill_(0, lowest, True)
     inside = torch.zeros_like(vacated)
-    inside[emptied] = True
+    inside.index_fill_(0, emptied, True)
     gone = state.row_of[lowest]
     if state.counted:
         kept = torch.where(gone >= 0, state.count[lowest], 0.0)
@@ -241,10 +241,10 @@ def move(state: CacheState, moves: Tensor, source: Tensor, target: Tensor) -> No
 
 def set_owned(state: CacheState, slots: Tensor, owned: bool) -> None:
     """Slots [n] come, free, or go."""
-    state.row_of[slots] = -1
-    state.stamp[slots] = FREE if owned else FOREIGN
+    state.row_of.index_fill_(0, slots, -1)
+    state.stamp.index_fill_(0, slots, FREE if owned else FOREIGN)
     if state.counted:
-        state.count[slots] = -torch.inf if owned else torch.inf
+        state.count.index_fill_(0, slots, -torch.inf if owned else torch.inf)
 
 
 def check_keys(state: CacheState, keys: Tensor, n_rows: int) -> Tensor:
@@ -274,10 +274,7 @@ def _release(state: CacheState, slots: Tensor) -> None:
 
 def _clear(state: CacheState, slots: Tensor) -> None:
     """Slots [n] hold no row; nothing of the old one stays."""
-    state.row_of[slots] = -1
-    state.stamp[slots] = FREE
-    if state.counted:
-        state.count[slots] = -torch.inf
+    set_owned(state, slots, True)
 
 
 def _compact(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ writes the same cell has one element a thread, since Triton repeats loads in eve
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -76,12 +78,6 @@ def _probe(
     hit = exists & (slot >= 0)
     miss = exists & (slot < 0)
     if LOOKUP:
-        tl.store(stamp + slot, now, mask=hit)
-        if COUNTED:
-            tl.atomic_add(count + slot, weight, mask=hit, sem="relaxed")
-        unknown = tl.sum((inside & (exists == 0)).to(tl.int64))
-        if unknown > 0:
-            tl.atomic_add(counters + _INVALID, unknown)
         if COPY:
             column = tl.arange(0, COLUMNS)[None, :]
             moved = hit[:, None] & (column < WORDS)
@@ -94,11 +90,16 @@ def _probe(
             )
         else:
             tl.store(slots + i, slot, mask=inside)
-    absent = miss.to(tl.int32)
-    total = tl.sum(absent)
-    if total > 0:
-        place = tl.atomic_add(sizes + _N_MISSED, total) + tl.cumsum(absent) - absent
+        tl.store(stamp + slot, now, mask=hit)
+        if COUNTED:
+            tl.atomic_add(count + slot, weight, mask=hit, sem="relaxed")
+    # Behind the copy, since a sum over the program waits for all of its keys.
+    if tl.sum((inside & (hit == 0)).to(tl.int32)) > 0:
+        absent = miss.to(tl.int32)
+        place = tl.atomic_add(sizes + _N_MISSED, tl.sum(absent)) + tl.cumsum(absent) - absent
         tl.store(missed + place, i, mask=miss)
+        if LOOKUP:
+            tl.atomic_add(counters + _INVALID, tl.sum((inside & (exists == 0)).to(tl.int64)))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -409,33 +410,52 @@ class Chain:
         self.queue_slot = torch.empty(0, dtype=torch.int32, device=device)
         self.queue_score = state.score[:0]
         self._turn = 0
-        self._space = torch.empty(8, 0, dtype=torch.int32, device=device)
-        self._blocks = torch.empty(2, 0, dtype=torch.int32, device=device)
+        self._size_rows = self.sizes[0], self.sizes[1]
+        self._space: tuple[Tensor, ...] = ()
+        self._blocks: tuple[Tensor, ...] = ()
+        self._keys_max = self._blocks_max = 0
+        self._compiled: dict[tuple[object, ...], Any] = {}
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._rows_block = max(1, 1024 // self.columns)
 
     def lookup(
-        self, keys: Tensor, batch: int, weight: float, beside: torch.cuda.Stream | None
+        self,
+        keys: Tensor,
+        batch: int,
+        weight: float,
+        expected: int,
+        beside: torch.cuda.Stream | None,
     ) -> Tensor:
         """Values [n, dim] of keys, int64 [n]; misses are inserted.
 
-        With a stream `beside`, misses are fetched there while the current one copies the hits.
+        Args:
+            keys: rows to find.
+            batch: its number.
+            weight: of a lookup, for decayed counts.
+            expected: distinct misses there may be; a wrong guess costs time alone.
+            beside: with it, misses are fetched on that stream while the current one copies the hits.
         """
         n = keys.shape[0]
         out = torch.empty(n, self.words, dtype=torch.int32, device=keys.device)
-        self._probe(keys, out, batch, weight, copy=beside is None, lookup=True)
+        keys = _aligned(keys)
+        sizes = self._find(keys, out, batch, batch, weight, copy=beside is None, lookup=True)
         if beside is None:
-            self._misses(keys, out, self.host, batch, batch, weight, lookup=True)
+            self._fetch(self.host, out, sizes, n, expected, staged=False, lookup=True)
         else:
             here = torch.cuda.current_stream(keys.device)
             beside.wait_stream(here)
             with torch.cuda.stream(beside):
-                self._misses(keys, out, self.host, batch, batch, weight, lookup=True)
+                self._fetch(self.host, out, sizes, n, expected, staged=False, lookup=True)
             block = self._rows_block
-            _copy_hits[(triton.cdiv(n, block),)](
-                self._space[0], self.slab, out, n, self.words, self.columns, block
-            )
+            self._launch(
+                _copy_hits, triton.cdiv(n, block), (self._space[0], self.slab, out, n),
+                (self.words, self.columns, block),
+            )  # fmt: skip
             here.wait_stream(beside)
+        self._launch(
+            _repeat, min(self._processors * 8, triton.cdiv(n, self._rows_block)),
+            (out, *self._space[2:4], sizes), (self.words, self.columns, self._rows_block),
+        )  # fmt: skip
         return out.view(self.state.slab.dtype)
 
     def warm(self, rows: Tensor, staged: Tensor | None, batch: int, limit: int) -> None:
@@ -444,120 +464,160 @@ class Chain:
         Negative rows are ignored. Slots with a stamp below `limit` may be taken.
         """
         source = self.host if staged is None else staged.view(torch.int32)
-        self._probe(rows, self.slab, batch, 0.0, copy=False, lookup=False)
-        self._misses(
-            rows, self.slab, source, batch, limit, 0.0, lookup=False, staged=staged is not None
-        )
+        rows = _aligned(rows)
+        n = rows.shape[0]
+        sizes = self._find(rows, self.slab, batch, limit, 0.0, copy=False, lookup=False)
+        self._fetch(source, self.slab, sizes, n, n, staged=staged is not None, lookup=False)
 
     def gather(self, rows: Tensor, out: Tensor, staged: Tensor | None, programs: int) -> None:
         """Copy rows [n] from the tables to out [n, dim]; negative ones are left out.
 
         With `staged`, int64 [n], resident rows are left out too, and it says -1 where one was.
         """
+        rows = _aligned(rows)
         n = rows.shape[0]
-        block = self._rows_block
-        _gather[(max(min(programs, triton.cdiv(n, block)), 1),)](
-            self.host, rows, self.slot_of, out.view(torch.int32),
-            rows if staged is None else staged, n, self.words, self.columns, block,
-            staged is not None,
+        self._launch(
+            _gather, max(min(programs, n), 1),
+            (self.host, rows, self.slot_of, out.view(torch.int32),
+             rows if staged is None else staged, n),
+            (self.words, self.columns, 1, staged is not None),
         )  # fmt: skip
 
     def move(self, moves: Tensor, source: Tensor, target: Tensor) -> None:
         """Move rows between slots, as `lookup_reference.move`; the number stays on the device."""
         state = self.state
-        _move[(self._processors * 8,)](
-            self.slab, state.row_of, self.slot_of, state.stamp, state.count, source, target, moves,
-            self.words, self.columns, self._rows_block, state.counted,
+        self._launch(
+            _move, self._processors * 8,
+            (self.slab, state.row_of, self.slot_of, state.stamp, state.count, source, target, moves),
+            (self.words, self.columns, self._rows_block, state.counted),
         )  # fmt: skip
 
-    def _probe(
-        self, keys: Tensor, out: Tensor, batch: int, weight: float, copy: bool, lookup: bool
-    ) -> None:
-        n, state = keys.shape[0], self.state
-        self._reserve(n)
-        block = self._rows_block if copy else 512
-        _probe[(triton.cdiv(n, block),)](
-            keys, self.slot_of, state.stamp, state.count, self.slab, out, self._space[0],
-            self._space[1], self.sizes[self._turn], state.counters, n, self.n_rows, batch, weight,
-            self.words, self.columns, block, copy, lookup, state.counted,
-        )  # fmt: skip
-
-    def _misses(
+    def _find(
         self,
         keys: Tensor,
         out: Tensor,
-        source: Tensor,
         batch: int,
         limit: int,
         weight: float,
+        copy: bool,
         lookup: bool,
-        staged: bool = False,
-    ) -> None:
-        n, state, processors = keys.shape[0], self.state, self._processors
-        sizes, next_sizes = self.sizes[self._turn], self.sizes[1 - self._turn]
+    ) -> Tensor:
+        """All up to `place`; returns the sizes."""
+        n, state = keys.shape[0], self.state
+        self._reserve(n)
+        sizes, next_sizes = self._size_rows[self._turn], self._size_rows[1 - self._turn]
         self._turn = 1 - self._turn
-        missed, repeats, sources, unique_rows, victims, targets, firsts = self._space[1:]
+        slots, missed, repeats, sources, unique_rows, victims, targets, firsts = self._space
         counts, offsets = self._blocks
         words, queued = self.bitmap.shape[0], self.queue_slot.shape[0]
         word_blocks = triton.cdiv(words, BLOCK_WORDS)
         queue_blocks = triton.cdiv(queued, BLOCK_QUEUE)
         cells = state.sketch.shape[1]
-        few = min(processors * 2, triton.cdiv(n, 512))
-        many = min(processors * 8, triton.cdiv(n, self._rows_block))
+        few = min(self._processors * 2, triton.cdiv(n, 512))
         queue = (state.score, state.stamp, self.queue_slot, self.queue_score)
-        _claim[(few,)](
-            keys, self.slot_of, self.bitmap, state.sketch, missed, repeats, sizes, weight, cells,
-            512, state.counted and lookup,
+        block = self._rows_block if copy else 512
+        self._launch(
+            _probe, triton.cdiv(n, block),
+            (keys, self.slot_of, state.stamp, state.count, self.slab, out, slots, missed, sizes,
+             state.counters, n, self.n_rows, batch, weight),
+            (self.words, self.columns, block, copy, lookup, state.counted),
         )  # fmt: skip
-        _count[(word_blocks + queue_blocks + few,)](
-            keys, self.slot_of, self.bitmap, *queue, repeats, sources, counts, sizes, words, queued,
-            limit, word_blocks, queue_blocks, BLOCK_WORDS,
+        self._launch(
+            _claim, few,
+            (keys, self.slot_of, self.bitmap, state.sketch, missed, repeats, sizes, weight, cells),
+            (512, state.counted and lookup),
         )  # fmt: skip
-        _scan[(1,)](
-            counts, offsets, sizes, next_sizes, state.counters, n, word_blocks, queue_blocks, lookup,
-            1024,
+        self._launch(
+            _count, word_blocks + queue_blocks + few,
+            (keys, self.slot_of, self.bitmap, *queue, repeats, sources, counts, sizes, words, queued,
+             limit, word_blocks, queue_blocks),
+            (BLOCK_WORDS,),
         )  # fmt: skip
-        _emit[(word_blocks + queue_blocks,)](
-            self.bitmap, *queue, counts, offsets, unique_rows, victims, sizes, words, queued, limit,
-            word_blocks, BLOCK_WORDS,
+        self._launch(
+            _scan, 1,
+            (counts, offsets, sizes, next_sizes, state.counters, n, word_blocks, queue_blocks),
+            (lookup, 1024),
         )  # fmt: skip
-        _place[(few,)](
-            self.slot_of, state.row_of, state.stamp, state.count, state.sketch, unique_rows, victims,
-            targets, firsts, state.ring, sizes, state.counters, batch, cells, state.ring.shape[0], 512,
-            lookup, state.counted,
+        self._launch(
+            _emit, word_blocks + queue_blocks,
+            (self.bitmap, *queue, counts, offsets, unique_rows, victims, sizes, words, queued, limit,
+             word_blocks),
+            (BLOCK_WORDS,),
         )  # fmt: skip
-        _fetch[(many,)](
-            source, self.slab, out, unique_rows, targets, firsts, sizes, self.words, self.columns,
-            self._rows_block, staged, lookup,
+        self._launch(
+            _place, few,
+            (self.slot_of, state.row_of, state.stamp, state.count, state.sketch, unique_rows, victims,
+             targets, firsts, state.ring, sizes, state.counters, batch, cells, state.ring.shape[0]),
+            (512, lookup, state.counted),
         )  # fmt: skip
-        if lookup:
-            _repeat[(many,)](
-                out, repeats, sources, sizes, self.words, self.columns, self._rows_block
-            )
+        return sizes
+
+    def _fetch(
+        self,
+        source: Tensor,
+        out: Tensor,
+        sizes: Tensor,
+        n: int,
+        expected: int,
+        staged: bool,
+        lookup: bool,
+    ) -> None:
+        # One row a program, started in order: what is under way then stays close together in host
+        # memory, and its addresses are translated faster. Programs that stride over the rows drift
+        # apart (35 GB/s instead of 43 at 512-byte rows); they do so only where the guess is too low.
+        programs = min(n, max(self._processors * 8, expected + expected // 4))
+        self._launch(
+            _fetch, programs, (source, self.slab, out, *self._space[4:5], *self._space[6:], sizes),
+            (self.words, self.columns, 1, staged, lookup),
+        )  # fmt: skip
+
+    def _launch(
+        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """Launch; from the second time on without Triton's look at every argument.
+
+        That look costs up to 50 us. It would always come to the same end: pointers are aligned to 16
+        bytes, and sizes are not specialised or never change.
+        """
+        key = (id(kernel), constants)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = kernel[(programs,)](*arguments, *constants)
+            return
+        pointers = [
+            value.data_ptr() if isinstance(value, Tensor) and value.is_cuda else value
+            for value in arguments
+        ]
+        compiled[(programs, 1, 1)](*pointers, *constants)
 
     def _reserve(self, n: int) -> None:
         """Make the workspace large enough for n keys and the queue of now."""
-        if self._space.shape[1] < n:
-            self._space = torch.empty(
-                8, triton.next_power_of_2(n), dtype=torch.int32, device=self.slab.device
-            )
+        device = self.slab.device
+        if n > self._keys_max:
+            self._keys_max = max(triton.next_power_of_2(n), 1024)
+            space = torch.empty(8, self._keys_max, dtype=torch.int32, device=device)
+            self._space = space.unbind()
         blocks = triton.cdiv(self.bitmap.shape[0], BLOCK_WORDS) + triton.cdiv(
             self.queue_slot.shape[0], BLOCK_QUEUE
         )
-        if self._blocks.shape[1] < blocks:
-            self._blocks = torch.empty(
-                2, triton.next_power_of_2(blocks), dtype=torch.int32, device=self.slab.device
-            )
+        if blocks > self._blocks_max:
+            self._blocks_max = max(triton.next_power_of_2(blocks), 1024)
+            counts = torch.empty(2, self._blocks_max, dtype=torch.int32, device=device)
+            self._blocks = counts.unbind()
+
+
+def _aligned(keys: Tensor) -> Tensor:
+    """The keys at an address that is a multiple of 16, which the kernels are compiled for."""
+    return keys if keys.data_ptr() % 16 == 0 and keys.is_contiguous() else keys.clone()
 
 
 def gather_rows(host: Tensor, rows: Tensor, out: Tensor) -> None:
     """Copy rows, int64 [n], from registered host memory [rows, dim] to out [n, dim]."""
     words = host.view(torch.int32).shape[1]
     columns = triton.next_power_of_2(words)
-    block = max(1, 1024 // columns)
     n = rows.shape[0]
     if n:
-        _gather[(triton.cdiv(n, block),)](
+        _gather[(n,)](
             host.view(torch.int32), rows, rows, out.view(torch.int32), rows, n, words, columns,
-            block, False,
+            1, False,
         )  # fmt: skip
