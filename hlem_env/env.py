@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from hlem_env import mdp
 from hlem_env.backend import Backend, Runner
 from hlem_env.errors import ArgumentError, require, require_choice, require_number
+from hlem_env.live.config import LiveConfig
+from hlem_env.live_scenario import live_backend, live_scenario
 from hlem_env.mdp import MdpConfig
 from hlem_env.rendering import History, draw_frame, draw_text
 from hlem_env.scenario import Scenario, TrainingDomain
@@ -412,18 +414,14 @@ def _live(
 
     What needs torch is imported when the backend is made.
     """
-    from hlem_env.live.config import LiveConfig
-
     preset = overrides.pop("hardware", DEFAULT_LIVE_PRESET)
     config = LiveConfig.load(preset)
     seconds = overrides.pop("epoch_seconds", None)
     if seconds is not None:
         config = replace(config, epoch_seconds=seconds)
-    scenario = config.scenario(Scenario.parse(workload, **overrides))
+    scenario = live_scenario(Scenario.parse(workload, **overrides), config)
 
     def make(scenario: Scenario) -> Backend:
-        from hlem_env.live.build import live_backend
-
         return live_backend(scenario, config)
 
     return scenario, make, config.slo_ms

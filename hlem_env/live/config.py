@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from hlem_env.errors import ArgumentError, ArtefactError, require, require_choice, require_number
-from hlem_env.scenario import Scenario
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -130,26 +129,6 @@ class LiveConfig:
             if isinstance(error, ArgumentError):
                 raise
             raise ArtefactError(f"{name_or_path} is not a live preset: {error}") from error
-
-    def scenario(self, scenario: Scenario) -> Scenario:
-        """The scenario with this node's sizes in place of its own.
-
-        Raises:
-            ArgumentError: it is a trace: the live node's requests come from a regime's population.
-        """
-        require(scenario.trace is None, "workload", scenario.name, "a regime, with a live node")
-        return replace(
-            scenario,
-            mean_history_tokens=self.mean_history_tokens,
-            max_history_tokens=self.max_history_tokens,
-            tables=self.tables,
-            rows_per_table=self.rows_per_table,
-            zipf=self.zipf,
-            layers=self.layers,
-            pool_bytes=self.pool_bytes,
-            warmup_epochs=self.warmup_epochs,
-            epoch_seconds=self.epoch_seconds,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

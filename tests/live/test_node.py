@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from hlem_env.live.build import live_workload
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.pool import Owner
+from hlem_env.live_scenario import live_workload
 from hlem_env.scenario import Scenario
 from hlem_env.workload.requests import Requests
 
