@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from hlem_env import mdp
 from hlem_env.backend import Backend, Runner
 from hlem_env.errors import ArgumentError, require, require_choice, require_number
+from hlem_env.live.config import LiveConfig
+from hlem_env.live_scenario import live_backend, live_scenario
 from hlem_env.mdp import MdpConfig
 from hlem_env.rendering import History, draw_frame, draw_text
 from hlem_env.scenario import Scenario, TrainingDomain
@@ -24,7 +27,9 @@ from hlem_env.telemetry import EpochStats
 Observation = NDArray[np.float32]
 Info = dict[str, Any]
 
-BACKENDS = ("surrogate",)
+BACKENDS = ("surrogate", "live")
+DEFAULT_SLO_MS = 30.0
+DEFAULT_LIVE_PRESET = "cpu-small"
 RENDER_MODES = ("human", "rgb_array", "ansi")
 TRAINING = "training"
 """Name of the workload that draws a random scenario at every reset."""
@@ -85,12 +90,12 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     | Argument | Default | Meaning |
     |---|---|---|
     | `workload` | `"steady"` | `"steady"`, `"trend"`, `"burst"`; `"PRESET/REGIME"` with a preset of `default`, `taobao`, `video-games`, `books`; `"trace:PATH"`; `"training"` (a random scenario at every reset); or a mapping of the fields of `hlem_env.scenario.Scenario` |
-    | `backend` | `"surrogate"` | `"surrogate"`, or a callable `(scenario) -> Backend` |
-    | `hardware` | None | profile name or path, instead of the scenario's |
+    | `backend` | `"surrogate"` | `"surrogate"`; `"live"`, a node that executes HSTU for real; or a callable `(scenario) -> Backend` |
+    | `hardware` | None | profile name or path, instead of the scenario's; with `backend="live"` a live preset, `"cpu-small"` by default |
     | `kv_policy` | None | `"scan_resistant"` or `"lru"`, instead of the scenario's |
     | `features` | `"paper"` | `"paper"` or `"working_set"` |
     | `reward` | `"eq5"` | `"eq5"`, `"busy_time"` or `"queueing"` |
-    | `slo_ms` | 30 | service level objective on latency, milliseconds |
+    | `slo_ms` | None | service level objective on latency, milliseconds; None: 30, or the live preset's |
     | `epoch_seconds` | 5 | seconds between decisions, instead of the scenario's |
     | `alpha_bounds` | (0.1, 0.9) | multiples of 0.01 in [0, 1] |
     | `initial_alpha` | 0.5 | alpha at the start of an episode |
@@ -131,7 +136,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         kv_policy: str | None = None,
         features: str = "paper",
         reward: str = "eq5",
-        slo_ms: float = 30.0,
+        slo_ms: float | None = None,
         epoch_seconds: float | None = None,
         alpha_bounds: tuple[float, float] = (0.1, 0.9),
         initial_alpha: float = 0.5,
@@ -150,8 +155,14 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         overrides = {name: value for name, value in given.items() if value is not None}
         self.domain = TrainingDomain() if workload == TRAINING else None
         start = "steady" if workload == TRAINING else workload
-        self.scenario = Scenario.parse(start, **overrides)
-        self.scenario.profile()  # an unknown one is refused here, not at the first reset
+        if backend == "live":
+            require(self.domain is None, "workload", workload, "one workload, with backend='live'")
+            self.scenario, self._make_backend, live_slo_ms = _live(start, overrides)
+            slo_ms = live_slo_ms if slo_ms is None else slo_ms
+        else:
+            self.scenario = Scenario.parse(start, **overrides)
+            self.scenario.profile()  # an unknown one is refused here, not at the first reset
+            self._make_backend = _backend_factory(backend)
         self.episode_epochs = self.scenario.episode_epochs
         require(
             isinstance(alpha_bounds, tuple | list) and len(alpha_bounds) == 2,
@@ -160,7 +171,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
             "two numbers",
         )
         self.config = MdpConfig(
-            slo_ms=slo_ms,
+            slo_ms=DEFAULT_SLO_MS if slo_ms is None else slo_ms,
             max_history_tokens=self.scenario.max_history_tokens,
             alpha_min_centi=_centi("alpha_bounds", alpha_bounds[0]),
             alpha_max_centi=_centi("alpha_bounds", alpha_bounds[1]),
@@ -175,10 +186,10 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
             initial_alpha,
             f"within alpha_bounds={tuple(alpha_bounds)}",
         )
-        self._make_backend = _backend_factory(backend)
         self._runner: Runner | None = None
         self._optimum: tuple[NDArray[np.float64], Optimum] | None = None
-        if self.domain is None:
+        self._is_live = backend == "live"
+        if self.domain is None and not self._is_live:
             self._build()
         self._epoch = 0
         self._history = History()
@@ -239,7 +250,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         if self._runner is not None:
             self._runner.backend.close()
         self._runner = Runner(self._make_backend(self.scenario), self.config)
-        self._optimum = self.scenario.optimum()
+        self._optimum = None if self._is_live else self.scenario.optimum()
 
     @property
     def _node(self) -> Backend | None:
@@ -394,6 +405,26 @@ def _centi(name: str, share: float) -> int:
     on_grid = abs(100 * share - centi) < 1e-6
     require(on_grid and 0 <= centi <= 100, name, share, "multiples of 0.01 from 0 to 1")
     return centi
+
+
+def _live(
+    workload: str | dict[str, Any] | Scenario, overrides: dict[str, Any]
+) -> tuple[Scenario, Callable[[Scenario], Backend], float]:
+    """Scenario, maker of its backend, and SLO in milliseconds of a live preset.
+
+    What needs torch is imported when the backend is made.
+    """
+    preset = overrides.pop("hardware", DEFAULT_LIVE_PRESET)
+    config = LiveConfig.load(preset)
+    seconds = overrides.pop("epoch_seconds", None)
+    if seconds is not None:
+        config = replace(config, epoch_seconds=seconds)
+    scenario = live_scenario(Scenario.parse(workload, **overrides), config)
+
+    def make(scenario: Scenario) -> Backend:
+        return live_backend(scenario, config)
+
+    return scenario, make, config.slo_ms
 
 
 def _backend_factory(backend: str | Callable[[Scenario], Backend]) -> Callable[[Scenario], Backend]:

@@ -1,0 +1,19 @@
+"""One hash of 64-bit integers on any device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_A, _B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_STEP = 0x9E3779B97F4A7C15 - 2**64
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) of int64 [...], as int64.
+
+    Products wrap; torch shifts are arithmetic, so the sign's copies are masked off.
+    """
+    x = x + _STEP
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _A
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _B
+    return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -1,0 +1,123 @@
+"""What users' histories hold, item by item, computed when it is asked for and stored nowhere.
+
+Item j that user u ever appended is a draw from the catalogue's popularity by a hash of (seed, u, j): the
+same at every visit, so that cached K and V stay true, and different between users. A workload says how
+long a history is; this keeps which of the user's items it holds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hlem_env.live.hashing import mix
+
+Ints = NDArray[np.int64]
+_EXACT_RANKS = 256
+
+
+class Window(NamedTuple):
+    """The part of a user's items that a request's history holds, [requests] each."""
+
+    first: Ints
+    """Index of the oldest item, counted over all that the user ever appended."""
+    edits: Ints
+    """How often the user's history was cut. K and V of an earlier edit are of other positions."""
+
+
+class Histories:
+    """Windows of all users, and the items in them.
+
+    Args:
+        persistent_users: ids below it come back; at or above it a user comes once.
+        items: size of the catalogue.
+        zipf: exponent of the items' popularity, p(rank) ~ rank^-zipf.
+        seed: of the items.
+    """
+
+    def __init__(self, persistent_users: int, items: int, zipf: float, seed: int) -> None:
+        self.persistent_users = persistent_users
+        self.items, self.zipf, self.seed = items, zipf, seed
+        self._head = _head_distribution(items, zipf)
+        self._head_mass = float(self._head[-1])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all windows."""
+        self._first = np.zeros(self.persistent_users, np.int64)
+        self._length = np.zeros(self.persistent_users, np.int64)
+        self._edits = np.zeros(self.persistent_users, np.int64)
+
+    def window(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
+        """Windows of requests of different users, as they will be when the requests are served.
+
+        A history that is shorter than the last one with the new items has lost its oldest items.
+
+        Args:
+            users: [n] ids, each once.
+            lengths: [n] tokens of history, the new items included.
+            new_items: [n] of those, appended since the last visit.
+        """
+        first, edits = np.zeros(users.size, np.int64), np.zeros(users.size, np.int64)
+        back = users < self.persistent_users
+        user = users[back]
+        lost = self._length[user] + new_items[back] - lengths[back]
+        cut = (self._length[user] > 0) & (lost > 0)
+        first[back] = self._first[user] + np.where(cut, lost, 0)
+        edits[back] = self._edits[user] + cut
+        return Window(first, edits)
+
+    def edits(self, users: Ints) -> Ints:
+        """Edits so far of users [n]."""
+        edits = np.zeros(users.size, np.int64)
+        back = users < self.persistent_users
+        edits[back] = self._edits[users[back]]
+        return edits
+
+    def visit(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
+        """Advance the users' windows to these requests, as in `window`."""
+        window = self.window(users, lengths, new_items)
+        back = users < self.persistent_users
+        user = users[back]
+        self._first[user], self._edits[user] = window.first[back], window.edits[back]
+        self._length[user] = lengths[back]
+        return window
+
+    def draw(self, users: Tensor, index: Tensor) -> Tensor:
+        """Catalogue ids int64 [n], 0 the most popular, of items `index` of `users` (int64 [n] each)."""
+        bits = mix(mix(users + self.seed * 0x9E3779B9) + index)
+        uniform = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+        return self._rank(uniform)
+
+    def _rank(self, uniform: Tensor) -> Tensor:
+        """Inverse of the popularity's distribution function, ranks counted from 0.
+
+        Exact for the most popular items; the others by the integral between rank - 1/2 and rank + 1/2,
+        as the surrogate's curve has them.
+        """
+        head, mass = self._head.to(uniform.device), self._head_mass
+        rank = torch.searchsorted(head, uniform, right=True)
+        if self.items > head.numel():
+            low, high, power = head.numel() + 0.5, self.items + 0.5, 1.0 - self.zipf
+            share = ((uniform - mass) / (1.0 - mass)).clamp_(min=0.0)
+            if abs(power) < 1e-9:
+                x = low * (high / low) ** share
+            else:
+                x = (low**power + share * (high**power - low**power)) ** (1.0 / power)
+            rank = torch.where(uniform < mass, rank, (x - 0.5).to(torch.int64))
+        return rank.clamp_(0, self.items - 1)
+
+
+def _head_distribution(items: int, zipf: float) -> Tensor:
+    """P(rank <= r), float64 [head], for the most popular items."""
+    head = min(items, _EXACT_RANKS)
+    weight = np.arange(1, head + 1, dtype=np.float64) ** -zipf
+    low, high, power = head + 0.5, items + 0.5, 1.0 - zipf
+    tail = 0.0
+    if items > head:
+        tail = np.log(high / low) if abs(power) < 1e-9 else (high**power - low**power) / power
+    return torch.from_numpy(np.cumsum(weight) / (weight.sum() + tail))

@@ -1,0 +1,1 @@
+"""Kernels of the live node: references that define results, and their Triton forms."""

@@ -1,0 +1,554 @@
+"""K and V of users' histories in pages of the pool: reused, appended, evicted a whole entry at a time.
+
+A batch of requests begins, the model runs, and the batch is committed or aborted. In between its
+entries are pinned: they are neither evicted nor replaced, and nothing says that they hold the new
+tokens yet.
+
+What makes stored tokens reusable. A request brings its history's length L, how many of those items
+are new (n), and a 64-bit hash that names the history: histories of one user with equal hashes are
+prefixes of one another. A hash of (user, number of edits), say, where every truncation and every
+edit counts as one. Stored tokens are reused when
+
+    the model's version is the one that computed them,
+    the hash is the one that they were stored under, and
+    L - n is not below the length of the user's last request (else the history shrank).
+
+Everything else is a miss: the entry is dropped at once, and the request computes all of L.
+
+Who is stored. The policy hears of every request; a user's entry grows to the request's whole
+history, if need be at the expense of entries that the policy holds less worthy, all or nothing. A
+user that is not admitted costs no page. An entry that could not grow stays as it is and serves the
+next request with what it has.
+
+Order on the device. Pages change hands on the host while kernels may still run. All kernels that
+read or write blocks are queued on one stream, in the order of the batches, so an entry that is
+evicted after its commit is overwritten only behind the kernels that read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from hlem_env.errors import ArgumentError, BackendError, require, require_number
+from hlem_env.eviction.protocol import EvictionPolicy, Times
+from hlem_env.live.kv_entries import EntryKind, KvEntries, Slots
+from hlem_env.live.pool import Owner, Pool
+
+_NOBODY: Slots = np.empty(0, np.int64)
+_MORE_VICTIMS = 4
+"""Victims asked for at first, beyond what entries of average size would take."""
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """How K and V lie in a page.
+
+    A block holds K and V of `block_tokens` tokens in one layer. Token chunk c (of `block_tokens`)
+    in layer l is a user's block number c * layers + l, so that growth only appends. Block number b
+    lies in the user's page b // blocks_per_page, there at place b % blocks_per_page.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    block_tokens: int = 128
+    dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "head_dim", "block_tokens"):
+            require_number(name, getattr(self, name), whole=True)
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """(2, block_tokens, heads, head_dim): K, then V."""
+        return (2, self.block_tokens, self.heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block."""
+        return 2 * self.block_tokens * self.heads * self.head_dim * self.dtype.itemsize
+
+    def pages(self, tokens: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int64]:
+        """Pages [n] that so many tokens [n] take."""
+        blocks = -(-tokens // self.block_tokens) * self.layers
+        return -(-blocks // blocks_per_page)
+
+
+@dataclass(eq=False)
+class KvBatch:
+    """A batch of requests between `KvCache.begin` and `commit` or `abort`."""
+
+    users: NDArray[np.int64]
+    """[B] ids."""
+    cached: NDArray[np.int32]
+    """[B] tokens of history whose K and V are there."""
+    admitted: NDArray[np.bool_]
+    """[B] whether K and V of the new history go to the blocks."""
+    start: NDArray[np.int32]
+    """[B] first token that the request appends: `cached`."""
+    stop: NDArray[np.int32]
+    """[B] one after the last that it appends: the history's length; `start` if not admitted."""
+    page_table: NDArray[np.int32]
+    """[B, most pages of an entry]: the entry's pages, then -1."""
+    slots: Slots
+    """[B], the cache's own."""
+    pages_before: NDArray[np.int32]
+    """[B] pages that the entry held before the batch."""
+    seen_before: NDArray[np.int32]
+    """[B] length of the user's last request before this one."""
+    running: bool = field(default=True)
+
+
+@dataclass(frozen=True)
+class KvStats:
+    """The KV cache at one moment; the last three count from the start."""
+
+    capacity_pages: int
+    used_pages: int
+    pinned_pages: int
+    entries: int
+    tokens: int
+    """Whose K and V are valid."""
+    users: int
+    """Remembered, with an entry or without."""
+    evictions: int
+    """Entries given up for room."""
+    invalidated: int
+    """Entries dropped because the history or the model had changed."""
+    not_admitted: int
+    """Requests whose new history was not stored."""
+
+
+class KvCache:
+    """Entries of users in pages of the pool.
+
+    Args:
+        pool: its free pages are taken as far as `capacity_pages` allows, at first all that the
+            embedding cache does not own.
+        layout: blocks must fill a page.
+        policy: who is stored; its keys are this cache's slots, so it serves no other cache.
+        model_version: of the model that computes K and V. Set the attribute when it changes: entries
+            of another version are misses.
+        max_history_tokens: a longer history is refused.
+        max_users: that are remembered; beyond, the policy's least worthy without an entry are
+            forgotten. At least twice the pool's pages; about 150 bytes each.
+
+    Raises:
+        ArgumentError: naming the argument and what is allowed.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        layout: KvLayout,
+        policy: EvictionPolicy,
+        model_version: int = 0,
+        *,
+        max_history_tokens: int = 15_000,
+        max_users: int = 2**18,
+    ) -> None:
+        require_number("max_history_tokens", max_history_tokens, whole=True)
+        require(
+            1 <= max_history_tokens < 2**31,
+            "max_history_tokens",
+            max_history_tokens,
+            "1 to 2^31 - 1",
+        )
+        self.pool = pool
+        self.layout = layout
+        self.model_version = model_version
+        self.max_history_tokens = max_history_tokens
+        self.blocks = pool.view_blocks(layout.block_shape, layout.dtype)
+        """[pages * blocks_per_page, 2, block_tokens, heads, head_dim], the pool's memory."""
+        self.blocks_per_page = pool.page_bytes // layout.block_bytes
+        self.max_pages = int(self._pages_for(np.array([max_history_tokens]))[0])
+        """Of an entry; the width of a batch's page table."""
+        self.capacity_pages = pool.pages - pool.count(Owner.EMBEDDING)
+        """Pages that entries may hold; `resize` changes it."""
+        self.used_pages = 0
+        self.evictions = self.invalidated = self.not_admitted = 0
+        self._policy = policy
+        self._entries = KvEntries(pool.pages, self.max_pages, max_users)
+        self._count = 0
+        self._tokens = 0
+        self._pinned_pages = 0
+        self._now = 0.0
+        policy.on_resize(self.capacity_pages)
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of entries without a request in flight."""
+        return self.used_pages - self._pinned_pages
+
+    def stats(self) -> KvStats:
+        """Pages, entries and counters."""
+        return KvStats(
+            capacity_pages=self.capacity_pages,
+            used_pages=self.used_pages,
+            pinned_pages=self._pinned_pages,
+            entries=self._count,
+            tokens=self._tokens,
+            users=self._entries.users,
+            evictions=self.evictions,
+            invalidated=self.invalidated,
+            not_admitted=self.not_admitted,
+        )
+
+    def cached_tokens(self, users: ArrayLike) -> NDArray[np.int32]:
+        """Tokens stored [n] of users [n], 0 for one without an entry; changes nothing."""
+        slots = self._entries.find(EntryKind.USER, _whole("users", users).tolist())
+        tokens: NDArray[np.int32] = self._entries.records["length"][slots]
+        return np.where(slots >= 0, tokens, np.int32(0))
+
+    def split(self, users: ArrayLike, history_lengths: ArrayLike) -> list[NDArray[np.int64]]:
+        """Cut requests [n] into consecutive batches that `begin` can take one after the other.
+
+        A batch has no user twice, and its entries fit in the cache together. A request whose own
+        history does not fit is not admitted, so only what its user has stored counts.
+
+        Returns
+        -------
+        Indices into `users`, ascending.
+        """
+        ids, lengths = _whole("users", users), _whole("history_lengths", history_lengths)
+        require(ids.shape == lengths.shape, "history_lengths", lengths.shape, str(ids.shape))
+        self._check_lengths(lengths)
+        slots = self._entries.find(EntryKind.USER, ids.tolist())
+        held = np.where(slots >= 0, self._entries.records["pages"][slots], 0)
+        wanted = self._pages_for(lengths)
+        wanted = np.where(wanted <= self.capacity_pages, np.maximum(wanted, held), held)
+        batches, first, pages = [], 0, 0
+        seen: set[int] = set()
+        for i, (user, more) in enumerate(zip(ids.tolist(), wanted.tolist(), strict=True)):
+            if i > first and (user in seen or pages + more > self.capacity_pages):
+                batches.append(np.arange(first, i))
+                first, pages = i, 0
+                seen.clear()
+            seen.add(user)
+            pages += more
+        if first < ids.size:
+            batches.append(np.arange(first, ids.size))
+        return batches
+
+    def begin(
+        self,
+        users: ArrayLike,
+        history_lengths: ArrayLike,
+        new_items: ArrayLike,
+        prefix_hashes: ArrayLike,
+        now: Times,
+    ) -> KvBatch:
+        """Start a batch of requests: find what they reuse, decide who is stored, pin their entries.
+
+        Args:
+            users: [B] ids, each once and none in a running batch (`split` sees to the former).
+            history_lengths: [B] tokens, the new items included, 0 to `max_history_tokens`.
+            new_items: [B] of those, appended since the user's last request.
+            prefix_hashes: [B] 64-bit integers; see the module.
+            now: seconds, of the batch or of each request [B], such as its arrival.
+
+        Raises:
+            ArgumentError: naming the argument and what is allowed; nothing has changed.
+            BackendError: a user is in a running batch; nothing has changed.
+        """
+        ids, lengths = _whole("users", users), _whole("history_lengths", history_lengths)
+        new = _whole("new_items", new_items)
+        prefixes = _whole("prefix_hashes", prefix_hashes, np.uint64)
+        times = np.asarray(now, np.float64)
+        for name, given in (
+            ("history_lengths", lengths),
+            ("new_items", new),
+            ("prefix_hashes", prefixes),
+        ):
+            require(given.shape == ids.shape, name, given.shape, f"the shape of users, {ids.shape}")
+        require(times.shape in ((), ids.shape), "now", times.shape, f"one time or {ids.shape}")
+        require(bool(np.isfinite(times).all()), "now", now, "finite seconds")
+        self._check_lengths(lengths)
+        wrong = (new < 0) | (new > lengths)
+        require(not wrong.any(), "new_items", new[wrong].tolist(), "0 to the history's length")
+        self._check_idle(ids.tolist())
+
+        times = np.broadcast_to(times, ids.shape)
+        self._now = max(self._now, float(times.max(initial=self._now)))
+        slots = self._entries.find_or_add(EntryKind.USER, ids.tolist(), self._policy)
+        seen_before = self._entries.records["seen"][slots]
+        self._validate(slots, lengths, new, prefixes, times)
+        self._set_in_flight(slots)
+        pages_before = self._entries.records["pages"][slots]
+        cached = self._entries.records["length"][slots]
+        admitted, more = self._admit(slots, lengths, times)
+        self._extend(slots[admitted], more[admitted], prefixes[admitted], times[admitted])
+        self.pool.pin(self._entries.pages_between(slots, *self._spans(slots)))
+        return KvBatch(
+            users=ids,
+            cached=cached,
+            admitted=admitted,
+            start=cached.copy(),
+            stop=np.where(admitted, lengths, cached).astype(np.int32),
+            page_table=self._page_table(slots),
+            slots=slots,
+            pages_before=pages_before,
+            seen_before=seen_before,
+        )
+
+    def commit(self, batch: KvBatch) -> None:
+        """The batch's new K and V are in the blocks, or queued to be: the entries hold them.
+
+        Raises:
+            BackendError: the batch is not running.
+        """
+        self._finish(batch)
+        stored = batch.slots[batch.admitted]
+        self._tokens += int((batch.stop - batch.start).sum(dtype=np.int64))
+        self._entries.records["length"][stored] = batch.stop[batch.admitted]
+
+    def abort(self, batch: KvBatch) -> None:
+        """The batch did not run: entries are as long as before, and pages taken for it are free.
+
+        What was evicted for it is gone, and the requests count as visits.
+
+        Raises:
+            BackendError: the batch is not running.
+        """
+        self._finish(batch)
+        records = self._entries.records
+        records["seen"][batch.slots] = batch.seen_before
+        stored = batch.admitted
+        slots, before = batch.slots[stored], batch.pages_before[stored]
+        pages = self._entries.pages_between(slots, before, records["pages"][slots])
+        self.pool.free_pages(pages)
+        self.used_pages -= pages.size
+        records["pages"][slots] = before
+        self._forget_entries(slots[before == 0])
+
+    def resize(self, capacity_pages: int) -> int:
+        """Let entries hold so many pages from now on; evicts by policy what is too much.
+
+        Returns
+        -------
+        Pages freed. Entries in flight stay: while `used_pages` exceeds the capacity, call again
+        when they are done.
+        """
+        require(
+            0 <= capacity_pages <= self.pool.pages,
+            "capacity_pages",
+            capacity_pages,
+            f"0 to {self.pool.pages}",
+        )
+        self.capacity_pages = capacity_pages
+        self._policy.on_resize(capacity_pages)
+        return self.release(self.used_pages - capacity_pages)
+
+    def release(self, pages: int) -> int:
+        """Free `pages` pages or somewhat more, by evicting whole entries, least worthy first.
+
+        Returns
+        -------
+        Pages freed: fewer only when all other entries are in flight.
+
+        Raises:
+            BackendError: the policy offers no way on.
+        """
+        if pages <= 0 or self.evictable_pages == 0:
+            return 0
+        victims = self._victims(min(pages, self.evictable_pages), _NOBODY, self._now)
+        if victims is None:
+            raise BackendError(
+                f"{pages} pages are to be freed and {self.evictable_pages} are evictable, but the "
+                f"policy {type(self._policy).__name__} offers too few victims"
+            )
+        return self._evict(victims)
+
+    def _pages_for(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.layout.pages(tokens, self.blocks_per_page)
+
+    def _room(self) -> int:
+        """Pages that may be taken without an eviction."""
+        return min(self.capacity_pages - self.used_pages, self.pool.free_count)
+
+    def _check_lengths(self, lengths: NDArray[np.int64]) -> None:
+        wrong = (lengths < 0) | (lengths > self.max_history_tokens)
+        require(
+            not wrong.any(),
+            "history_lengths",
+            lengths[wrong].tolist(),
+            f"0 to max_history_tokens={self.max_history_tokens}; truncate longer ones and change "
+            "their hash",
+        )
+
+    def _check_idle(self, users: list[int]) -> None:
+        """Refuse users that stand twice in the batch or in a running one."""
+        if len(set(users)) < len(users):
+            twice = sorted({user for user in users if users.count(user) > 1})
+            raise ArgumentError("users", twice, "each once in a batch: split() it")
+        slots = self._entries.find(EntryKind.USER, users)
+        busy = (slots >= 0) & self._entries.records["in_flight"][slots]
+        if busy.any():
+            raise BackendError(
+                f"user {users[int(np.argmax(busy))]} has a request in a running batch: commit or "
+                "abort that first"
+            )
+
+    def _validate(
+        self,
+        slots: Slots,
+        lengths: NDArray[np.int64],
+        new: NDArray[np.int64],
+        prefixes: NDArray[np.uint64],
+        times: NDArray[np.float64],
+    ) -> None:
+        """Drop entries that the requests cannot reuse, and tell the policy of hits and misses."""
+        records = self._entries.records
+        stored = records["row"][slots] >= 0
+        hit = (
+            stored
+            & (records["version"][slots] == self.model_version)
+            & (records["prefix"][slots] == prefixes)
+            & (records["seen"][slots] <= lengths - new)
+        )
+        self._policy.on_hit(slots[hit], times[hit])
+        self._policy.on_miss(slots[~hit], times[~hit])
+        stale = slots[stored & ~hit]
+        self.invalidated += stale.size
+        self._drop(stale)
+        records["seen"][slots] = lengths
+
+    def _set_in_flight(self, slots: Slots) -> None:
+        self._policy.pin(slots)
+        self._entries.records["in_flight"][slots] = True
+        self._pinned_pages += int(self._entries.records["pages"][slots].sum(dtype=np.int64))
+
+    def _admit(
+        self, slots: Slots, lengths: NDArray[np.int64], times: NDArray[np.float64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Decide in order who is stored, and evict for it: (admitted [B], pages to add [B])."""
+        more = self._pages_for(lengths) - self._entries.records["pages"][slots]
+        admitted = lengths > 0
+        promised = 0
+        for i in np.flatnonzero(admitted).tolist():
+            pages = int(more[i])
+            if pages and not self._make_room(promised, pages, slots[i : i + 1], times[i : i + 1]):
+                admitted[i] = False
+            else:
+                promised += pages
+        self.not_admitted += int(np.count_nonzero((lengths > 0) & ~admitted))
+        return admitted, more
+
+    def _make_room(self, promised: int, pages: int, slot: Slots, time: NDArray[np.float64]) -> bool:
+        """Evict less worthy entries until `pages` fit beside those promised; all or nothing."""
+        lacking = promised + pages - self._room()
+        if lacking <= 0:
+            return True
+        if lacking > self.evictable_pages or not self._policy.admit(slot, time)[0]:
+            return False
+        victims = self._victims(lacking, slot, float(time[0]))
+        if victims is None:
+            return False
+        self._evict(victims)
+        return True
+
+    def _victims(self, pages: int, incoming: Slots, now: float) -> Slots | None:
+        """First entries to go that free `pages` together; None when those on offer do not.
+
+        At most log2(entries) rounds, since every round's victims are different entries.
+        """
+        records = self._entries.records
+        n = _MORE_VICTIMS + pages * self._count // self.used_pages
+        while True:
+            slots = self._policy.pick_victims(n, incoming, now)
+            good = (records["row"][slots] >= 0) & ~records["in_flight"][slots]
+            if not good.all() or np.unique(slots).size < slots.size:
+                raise BackendError(
+                    f"the policy {type(self._policy).__name__} offers victims that are not cached, "
+                    f"are in flight or stand there twice: slots {slots.tolist()[:16]}"
+                )
+            freed = np.cumsum(records["pages"][slots], dtype=np.int64)
+            enough = int(np.searchsorted(freed, pages))
+            if enough < slots.size:
+                return slots[: enough + 1]
+            if slots.size < n:
+                return None
+            n *= 2
+
+    def _evict(self, slots: Slots) -> int:
+        self.evictions += slots.size
+        return self._drop(slots)
+
+    def _drop(self, slots: Slots) -> int:
+        """Free the entries' pages; returns how many."""
+        if slots.size == 0:
+            return 0
+        pages = self._entries.pages_between(slots, *self._spans(slots))
+        self.pool.free_pages(pages)
+        self.used_pages -= pages.size
+        self._tokens -= int(self._entries.records["length"][slots].sum(dtype=np.int64))
+        self._forget_entries(slots)
+        return int(pages.size)
+
+    def _forget_entries(self, slots: Slots) -> None:
+        self._count -= slots.size
+        self._policy.on_remove(slots)
+        self._entries.drop_rows(slots)
+
+    def _extend(
+        self,
+        slots: Slots,
+        more: NDArray[np.int64],
+        prefixes: NDArray[np.uint64],
+        times: NDArray[np.float64],
+    ) -> None:
+        """Give entries [n] so many more pages; users without one get one."""
+        records = self._entries.records
+        fresh = records["row"][slots] < 0
+        self._entries.add_rows(slots[fresh])
+        self._policy.on_insert(slots[fresh], times[fresh])
+        self._count += int(np.count_nonzero(fresh))
+        records["version"][slots] = self.model_version
+        records["prefix"][slots] = prefixes
+        before = records["pages"][slots]
+        after = (before + more).astype(np.int32)
+        total = int(more.sum())
+        pages = self.pool.alloc_pages(total, Owner.KV)
+        self._entries.set_pages_between(slots, before, after, pages)
+        records["pages"][slots] = after
+        self.used_pages += total
+        self._pinned_pages += total
+
+    def _finish(self, batch: KvBatch) -> None:
+        """Unpin what `begin` pinned."""
+        if not batch.running:
+            raise BackendError(f"the batch of users {batch.users.tolist()[:8]} ended already")
+        batch.running = False
+        records = self._entries.records
+        pages = self._entries.pages_between(batch.slots, *self._spans(batch.slots))
+        self.pool.unpin(pages)
+        self._policy.unpin(batch.slots)
+        self._pinned_pages -= pages.size
+        records["in_flight"][batch.slots] = False
+
+    def _spans(self, slots: Slots) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """First and last page of the entries: 0 and how many they hold."""
+        pages: NDArray[np.int32] = self._entries.records["pages"][slots]
+        return np.zeros_like(pages), pages
+
+    def _page_table(self, slots: Slots) -> NDArray[np.int32]:
+        """Pages [B, max_pages] of the users' entries, -1 beyond."""
+        rows, pages = self._entries.records["row"][slots], self._entries.records["pages"][slots]
+        columns = np.arange(self.max_pages)
+        return np.where(columns < pages[:, None], self._entries.table[rows], np.int32(-1))
+
+
+def _whole(name: str, values: ArrayLike, dtype: type = np.int64) -> NDArray[Any]:
+    """The values as integers [n]; unsigned ones do not wrap where they are compared."""
+    given = np.atleast_1d(np.asarray(values))
+    whole = np.issubdtype(given.dtype, np.integer) or given.size == 0
+    require(whole and given.ndim == 1, name, values, "whole numbers [n]")
+    if given.dtype == np.uint64 and dtype is np.int64:
+        require(bool((given < 2**63).all()), name, values, "below 2^63")
+    return given.astype(dtype)

@@ -1,0 +1,315 @@
+"""A live node: it executes HSTU for batches of requests, out of one pool for both caches.
+
+One batch goes through
+
+    histories   which items each request's history holds
+    kv.begin    whose K and V can be reused, whose are to be kept: pages, pins
+    rows        table rows of the new tokens and the candidates, from the embedding cache
+    model       HSTU over new tokens and candidates, against the cached pages
+    kv.commit   the new K and V count from now on
+    settle      what a move of alpha had to leave until the batch was done
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hlem_env import mdp
+from hlem_env.errors import BackendError
+from hlem_env.eviction.policies import make_policy
+from hlem_env.live.attention import PagedKv
+from hlem_env.live.cache_state import LOOKED_UP, MISSED
+from hlem_env.live.config import LiveConfig
+from hlem_env.live.embedding_cache import EmbeddingCache
+from hlem_env.live.histories import Histories, Window
+from hlem_env.live.host_tables import HostTables
+from hlem_env.live.hstu import Hstu, HstuBatch, HstuConfig
+from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
+from hlem_env.live.partition import Move, Partition
+from hlem_env.live.pool import Pool
+from hlem_env.live.refill import Refill, TokenBucket
+from hlem_env.workload.requests import Requests
+
+Ints = NDArray[np.int64]
+_CANDIDATE_USER = 1 << 40
+"""Candidates are drawn like the items of a user of this id and up, whom no workload has."""
+_PROBE_USER = 1 << 39
+
+
+class Executed(NamedTuple):
+    """One batch that has completed, [requests] each where an array."""
+
+    scores: Tensor
+    """[sum of candidates], in the requests' order."""
+    reused: NDArray[np.int64]
+    """History tokens whose K and V came from the cache."""
+    computed: NDArray[np.int64]
+    """Tokens that ran through the model, candidates included."""
+    pages: NDArray[np.int64]
+    """KV pages that the whole history takes or would take."""
+    rows_hit: int
+    """Rows looked up that were resident when the batch started."""
+    device_s: float
+    """Seconds from the batch's start to its completion."""
+
+
+class AheadBytes(NamedTuple):
+    """Host to device bytes that were moved before anybody asked, since they were last taken."""
+
+    refill: int
+    prefetch: int
+
+
+class LiveNode:
+    """Pool, caches, tables and model of one preset, on its device.
+
+    Args:
+        config: what it is made of.
+        kv_policy: "scan_resistant" or "lru".
+
+    Raises:
+        BackendError: the device is not there.
+    """
+
+    def __init__(self, config: LiveConfig, kv_policy: str = "scan_resistant") -> None:
+        self.config, self._kv_policy = config, kv_policy
+        self.device, self._dtype = torch.device(config.device), getattr(torch, config.dtype)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise BackendError(f"the preset {config.name} needs a CUDA device, and there is none")
+        self.tables = HostTables(
+            config.tables,
+            config.rows_per_table,
+            config.dim,
+            self._dtype,
+            config.seed,
+            config.device,
+        )
+        self.model = Hstu(model_config(config), config.seed, config.device, self._dtype)
+        self.pool = Pool(config.pool_bytes, config.page_bytes, config.device)
+        self.reset(0)
+
+    def reset(self, persistent_users: int) -> None:
+        """Empty both caches. User ids below `persistent_users` may come back."""
+        config = self.config
+        half_life_s = mdp.KV_HALF_LIFE_EPOCHS * config.epoch_seconds
+        self._histories = Histories(
+            persistent_users, config.rows_per_table, config.zipf, config.seed
+        )
+        self.pool.reset()
+        self.embedding = EmbeddingCache(
+            self.pool, self.tables, half_life_s=half_life_s,
+            emulated_link_gbps=config.emulated_link_gbps,
+        )  # fmt: skip
+        layout = KvLayout(
+            config.layers, config.heads, config.head_dim, config.block_tokens, self._dtype
+        )
+        self.kv = KvCache(
+            self.pool, layout, make_policy(self._kv_policy, half_life_s),
+            max_history_tokens=config.max_history_tokens,
+        )  # fmt: skip
+        self.partition = Partition(self.pool, self.embedding, self.kv)
+        self.refill = Refill(
+            self.embedding, TokenBucket(config.refill_gbps * 1e9), slo_ms=config.slo_ms
+        )
+        self.last_p99_ms = 0.0
+        """Of the last epoch; refill and prefetch pause while it is near the SLO."""
+        self._served = 0
+        self._told = AheadBytes(0, 0)
+        self._told_evictions = 0
+
+    @property
+    def rows_in_pool(self) -> int:
+        """Embedding rows that the whole pool would hold."""
+        return self.pool.pages * self.embedding.rows_per_page
+
+    @property
+    def entries_in_pool(self) -> int:
+        """Histories of mean length that the whole pool would hold."""
+        tokens = np.array([round(self.config.mean_history_tokens)])
+        return self.pool.pages // int(self._kv_pages(tokens)[0])
+
+    def move(self, alpha_centi: int) -> Move:
+        """Set the embedding cache's share of the pool, in hundredths; new pages begin to be warmed."""
+        moved = self.partition.move(alpha_centi)
+        if moved.moved_pages > 0:
+            self.refill.refill(moved.moved_pages * self.embedding.rows_per_page)
+        return moved
+
+    def first_batch(self, waiting: Requests) -> int:
+        """How many of the requests, from the first on, make the next batch: at least one.
+
+        As many as the token budget allows if nothing were cached, no user twice, and no more pages
+        than there are.
+        """
+        tokens = np.cumsum(waiting.history_length.astype(np.int64) + self.config.candidates)
+        most = max(int(np.searchsorted(tokens, self.config.token_budget, side="right")), 1)
+        return int(self.kv.split(waiting.user[:most], waiting.history_length[:most])[0].size)
+
+    def execute(self, requests: Requests, waiting: Requests, now_s: float) -> Executed:
+        """Run one batch to its completion.
+
+        Args:
+            requests: no user twice; `first_batch` sees to that.
+            waiting: those that have arrived and come next: their missing rows are fetched meanwhile.
+            now_s: the workload's clock.
+        """
+        start_s = time.perf_counter()
+        lengths = requests.history_length.astype(np.int64)
+        window = self._histories.visit(requests.user, lengths, requests.new_items.astype(np.int64))
+        batch = self.kv.begin(
+            requests.user, lengths, requests.new_items, window.edits, requests.arrival_s
+        )
+        cached = batch.cached.astype(np.int64)
+        try:
+            keys = self._keys(requests.user, window, cached, lengths, self._served)
+            tokens, hits = self._tokens(keys, now_s)
+            scores = self.model(tokens, self._layout(cached, lengths), self._paged(batch))
+            self._work_ahead(waiting, len(requests), now_s)
+            rows_hit = int(hits)  # waits for the device up to the lookup
+            self._finish()
+        except BaseException:
+            self.kv.abort(batch)
+            raise
+        self.kv.commit(batch)
+        self.partition.settle()
+        self._served += len(requests)
+        return Executed(
+            scores=scores,
+            reused=cached,
+            computed=lengths - cached + self.config.candidates,
+            pages=self._kv_pages(lengths),
+            rows_hit=rows_hit,
+            device_s=time.perf_counter() - start_s,
+        )
+
+    def idle(self, now_s: float) -> None:
+        """Use a moment without requests to warm rows."""
+        if not self.refill.idle:
+            self.refill.step(now_s, self.last_p99_ms)
+
+    def probe_ms(self, repeats: int = 20) -> float:
+        """How fast this machine is: the median time of a batch of one mean history, nothing cached.
+
+        The caches are as new afterwards.
+        """
+        length = round(self.config.mean_history_tokens)
+        times = []
+        for i in range(repeats + 3):
+            one = np.array([length])
+            request = Requests(np.array([0.0]), np.array([_PROBE_USER + i]), one, one)
+            times.append(self.execute(request, request[:0], 0.0).device_s)
+        self.reset(0)
+        return 1000.0 * float(np.median(times[3:]))
+
+    def take_ahead_bytes(self) -> AheadBytes:
+        """Bytes that refill and prefetch moved since the last call; waits for the device."""
+        now = AheadBytes(self.refill.refill_bytes, self.refill.prefetch_bytes)
+        before, self._told = self._told, now
+        return AheadBytes(now.refill - before.refill, now.prefetch - before.prefetch)
+
+    def take_kv_evictions(self) -> int:
+        """KV entries evicted since the last call."""
+        before, self._told_evictions = self._told_evictions, self.kv.evictions
+        return self._told_evictions - before
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        for name in ("tables", "pool", "model", "embedding", "kv", "partition", "refill"):
+            self.__dict__.pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _keys(
+        self, users: Ints, window: Window, cached: Ints, lengths: Ints, served: int
+    ) -> Tensor:
+        """Rows int64 [N * tables] of all new tokens, each request's new history before its candidates.
+
+        Candidates are the node's own draws: those of the `served`-th request and on.
+        """
+        count = len(users)
+        new = lengths - cached
+        sizes = new + self.config.candidates
+        serial = served + np.arange(count)
+        table = np.stack([users, window.first + cached, new, np.cumsum(sizes) - sizes, serial])
+        owner, first, new_here, start, serial_here = torch.from_numpy(table).to(self.device)
+        total = int(sizes.sum())
+        request = torch.repeat_interleave(
+            torch.arange(count, device=self.device),
+            torch.from_numpy(sizes).to(self.device),
+            output_size=total,
+        )
+        within = torch.arange(total, device=self.device) - start[request]
+        history = within < new_here[request]
+        user = torch.where(history, owner[request], _CANDIDATE_USER + serial_here[request])
+        index = torch.where(history, first[request] + within, within - new_here[request])
+        return self.tables.keys(self._histories.draw(user, index)).reshape(-1)
+
+    def _tokens(self, keys: Tensor, now_s: float) -> tuple[Tensor, Tensor]:
+        """Tokens [N, dim], each the sum of its table rows, and how many keys were resident, on the device."""
+        counters = self.embedding.state.counters
+        before = counters.clone()
+        rows = self.embedding.lookup(keys, now_s)
+        done = counters - before
+        tokens = rows.view(-1, self.config.tables, self.config.dim).sum(1)
+        return tokens, done[LOOKED_UP] - done[MISSED]
+
+    def _layout(self, cached: Ints, lengths: Ints) -> HstuBatch:
+        candidates = np.full(len(cached), self.config.candidates)
+        return HstuBatch.build(lengths - cached, candidates, cached, self.model.config, self.device)
+
+    def _paged(self, batch: KvBatch) -> PagedKv:
+        widest = int((batch.page_table >= 0).sum(axis=1).max(initial=0))
+        pages = torch.from_numpy(np.ascontiguousarray(batch.page_table[:, :widest]))
+        return PagedKv(
+            blocks=self.kv.blocks,
+            page_table=pages.to(self.device),
+            cached=torch.from_numpy(batch.cached).to(self.device),
+            layer=0,
+            layers=self.config.layers,
+            blocks_per_page=self.kv.blocks_per_page,
+        )
+
+    def _work_ahead(self, waiting: Requests, ahead: int, now_s: float) -> None:
+        """While the device computes: fetch rows of the requests that come next, and warm pages.
+
+        On a CPU nothing computes meanwhile, so that waiting requests would only wait longer.
+        """
+        if self.device.type == "cpu":
+            return
+        if len(waiting):
+            some = waiting[: self.first_batch(waiting)]
+            lengths = some.history_length.astype(np.int64)
+            window = self._histories.window(some.user, lengths, some.new_items.astype(np.int64))
+            cached = self.kv.cached_tokens(some.user).astype(np.int64)
+            same = window.edits == self._histories.edits(some.user)
+            cached = np.where(same, np.minimum(cached, lengths), 0)
+            self.refill.prefetch(
+                self._keys(some.user, window, cached, lengths, self._served + ahead)
+            )
+        self.refill.step(now_s, self.last_p99_ms)
+
+    def _finish(self) -> None:
+        """Wait until the batch has completed on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _kv_pages(self, tokens: Ints) -> Ints:
+        return self.kv.layout.pages(tokens, self.kv.blocks_per_page)
+
+
+def model_config(config: LiveConfig) -> HstuConfig:
+    """The preset's model."""
+    return HstuConfig(
+        layers=config.layers,
+        dim=config.dim,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        max_history_tokens=config.max_history_tokens,
+        scaling_seqlen=config.max_history_tokens,
+    )

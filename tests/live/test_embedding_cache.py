@@ -1,0 +1,438 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hlem_env.errors import ArgumentError, BackendError
+from hlem_env.live.embedding_cache import EmbeddingCache
+from hlem_env.live.host_tables import HostTables
+from hlem_env.live.pool import Owner, Pool
+from tests.live.embedding_model import LruModel, contents
+
+DIM = 16
+ROWS = 60
+PAGE_ROWS = 4
+TABLES = HostTables(2, ROWS // 2, DIM, torch.float16, seed=1)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [
+    (policy, index)
+    for policy in ("lru", "scan_resistant")
+    for index in ("dense", "set_associative")
+]
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("lookup"), st.lists(st.integers(0, ROWS - 1), max_size=40)),
+        st.tuples(st.just("warm"), st.lists(st.integers(-1, ROWS - 1), max_size=20)),
+        st.tuples(st.just("refill"), st.lists(st.integers(-1, ROWS - 1), max_size=20)),
+        st.tuples(st.just("grow"), st.integers(1, 4)),
+        st.tuples(st.just("shrink"), st.integers(1, 4)),
+    ),
+    max_size=25,
+)
+
+
+def make(
+    pages: int, policy: str = "lru", index: str = "dense", device: str = "cpu"
+) -> tuple[Pool, EmbeddingCache]:
+    tables = on_device(device)
+    pool = Pool(24 * PAGE_ROWS * tables.row_bytes, PAGE_ROWS * tables.row_bytes, device)
+    cache = EmbeddingCache(pool, tables, policy, index)
+    cache.grow(pool.alloc_pages(pages, Owner.EMBEDDING))
+    return pool, cache
+
+
+def on_device(device: str) -> HostTables:
+    return TABLES if device == "cpu" else HostTables(2, ROWS // 2, DIM, torch.float16, 1, device)
+
+
+def look_up(cache: EmbeddingCache, keys: list[int], now: float = 0.0) -> torch.Tensor:
+    """The rows, checked."""
+    out = cache.lookup(torch.tensor(keys, dtype=torch.int64, device=cache.device), now)
+    assert torch.equal(out.cpu(), TABLES.rows[torch.tensor(keys, dtype=torch.int64)])
+    return out
+
+
+def check_consistent(cache: EmbeddingCache) -> None:
+    """Every resident row has one slot, which the index names, with its values; nothing else is there."""
+    held = contents(cache)
+    rows = [row for row, _ in held.values() if row is not None]
+    assert len(rows) == len(set(rows)) == cache.resident_rows <= cache.capacity_rows == len(held)
+    slots = [slot for slot, (row, _) in held.items() if row is not None]
+    everything = torch.arange(ROWS, device=cache.device)
+    where = cache.state.index.find(everything).tolist()
+    assert {row: where[row] for row in range(ROWS) if where[row] >= 0} == dict(
+        zip(rows, slots, strict=True)
+    )
+    assert torch.equal(cache.state.slab[slots].cpu(), TABLES.rows[rows])
+    owned = {page * PAGE_ROWS + i for page in cache.pages.tolist() for i in range(PAGE_ROWS)}
+    assert set(held) == owned
+
+
+def run_against_model(steps: list[tuple[str, object]], device: str) -> None:
+    pool, cache = make(2, device=device)
+    model = LruModel()
+    model.grow(contents(cache))
+    for name, argument in steps:
+        if name == "lookup":
+            assert isinstance(argument, list)
+            look_up(cache, argument)
+            model.lookup(argument)
+        elif name in ("warm", "refill"):
+            assert isinstance(argument, list)
+            keys = torch.tensor(argument, dtype=torch.int64, device=device)
+            cache.warm(keys, evict=name == "warm")
+            model.warm(argument, evict=name == "warm")
+        elif name == "grow":
+            assert isinstance(argument, int)
+            pages = pool.alloc_pages(min(argument, pool.free_count), Owner.EMBEDDING)
+            cache.grow(pages)
+            model.grow(int(page) * PAGE_ROWS + i for page in pages for i in range(PAGE_ROWS))
+        else:
+            assert isinstance(argument, int)
+            check_shrink(pool, cache, model, min(argument, len(cache.pages)))
+        assert contents(cache) == model.slots
+        check_consistent(cache)
+    counters = cache.counters()
+    assert (counters.hit, counters.unique_misses, counters.inserted, counters.evicted) == (
+        model.hits,
+        model.unique_misses,
+        model.inserted,
+        model.evicted,
+    )
+    assert counters.warmed == model.warmed
+    assert counters.fetched_bytes == model.unique_misses * TABLES.row_bytes
+
+
+def check_shrink(pool: Pool, cache: EmbeddingCache, model: LruModel, n: int) -> None:
+    """The least recent rows go, as few as must, and the others keep their recency."""
+    before = {row: stamp for row, stamp in model.slots.values() if row is not None}
+    pages = cache.shrink(n)
+    assert len(pages) == n and not set(pages.tolist()) & set(cache.pages.tolist())
+    pool.free_pages(pages)
+    after = {row: stamp for row, stamp in contents(cache).values() if row is not None}
+    assert after.items() <= before.items()
+    gone = before.keys() - after.keys()
+    assert len(gone) == max(0, len(before) - cache.capacity_rows)
+    if gone and after:
+        assert max(before[row] for row in gone) <= min(after.values())
+    model.evicted += len(gone)
+    model.copy_from(cache)
+
+
+@given(operations)
+def test_lru_is_the_model(steps: list[tuple[str, object]]) -> None:
+    run_against_model(steps, "cpu")
+
+
+@pytest.mark.gpu
+@settings(max_examples=60)
+@given(operations)
+def test_lru_on_a_gpu_is_the_model(steps: list[tuple[str, object]]) -> None:
+    run_against_model(steps, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("policy", "index"), KINDS)
+def test_values_are_right_whatever_the_policy(policy: str, index: str, device: str) -> None:
+    pool, cache = make(2, policy, index, device)
+    rng = np.random.default_rng(0)
+    for turn in range(150):
+        keys = (rng.random(rng.integers(0, 50)) ** 3 * ROWS).astype(int).tolist()
+        look_up(cache, keys, now=turn * 7.0)
+        kind = rng.integers(6)
+        if kind == 0 and pool.free_count >= 2:
+            cache.grow(pool.alloc_pages(2, Owner.EMBEDDING))
+        elif kind == 1 and len(cache.pages) > 2:
+            pool.free_pages(cache.shrink(2))
+        elif kind == 2:
+            cache.warm(torch.tensor(keys, dtype=torch.int64, device=device), turn * 7.0)
+        check_consistent(cache)
+
+
+def test_the_hashed_index_gives_up_the_least_recent_row_of_a_full_set() -> None:
+    tables = HostTables(1, 4000, 8)
+    pool = Pool(8 * tables.row_bytes * 64, tables.row_bytes * 64)
+    cache = EmbeddingCache(pool, tables, index="set_associative")
+    index = cache.state.index
+    index.sets, index.ways = 4, 2  # type: ignore[attr-defined]
+    index.tags = torch.full((4, 2), -1, dtype=torch.int64)  # type: ignore[attr-defined]
+    index.slots = torch.full((4, 2), -1, dtype=torch.int32)  # type: ignore[attr-defined]
+    cache.grow(pool.alloc_pages(8, Owner.EMBEDDING))
+    in_set = index._set_of(torch.arange(4000)) == 1  # type: ignore[attr-defined]
+    a, b, c, d, e = torch.nonzero(in_set)[:5, 0].tolist()
+    for keys, left in (
+        ([a], {a}),
+        ([b], {a, b}),
+        ([a], {a, b}),
+        ([c], {a, c}),
+        ([c, d, e], {c, d}),
+    ):
+        out = cache.lookup(torch.tensor(keys))
+        assert torch.equal(out, tables.rows[keys])
+        resident = cache.contains(torch.arange(4000))
+        assert set(torch.nonzero(resident)[:, 0].tolist()) == left
+        assert cache.resident_rows == len(left)
+
+
+def test_scan_resistance_keeps_what_is_asked_for_often() -> None:
+    hits = {}
+    for policy in ("lru", "scan_resistant"):
+        _, cache = make(3, policy)  # 12 rows
+        rng = np.random.default_rng(3)
+        for turn in range(200):
+            scan = rng.integers(12, ROWS, 10).tolist()
+            look_up(cache, [*rng.integers(0, 10, 4).tolist(), *scan], now=turn * 1.0)
+        resident = cache.contains(torch.arange(10))
+        hits[policy] = cache.counters().hit
+        if policy == "scan_resistant":
+            assert resident.all()
+    assert hits["scan_resistant"] > 0.95 * 800  # nearly all of what is asked for often
+    assert hits["lru"] < 0.85 * 800
+
+
+def test_decayed_counts_forget() -> None:
+    _, cache = make(1, "scan_resistant")  # 4 rows, half-life 60 s
+    for _ in range(50):
+        look_up(cache, [0, 1, 2, 3], now=0.0)
+    for turn in range(4):
+        look_up(cache, [4, 5, 6, 7], now=600.0 + turn)  # 50 counts are 0.05 by now
+    assert cache.contains(torch.tensor([4, 5, 6, 7])).all()
+
+
+def test_decayed_counts_outlast_a_move_of_their_origin() -> None:
+    _, cache = make(1, "scan_resistant")
+    for turn in range(40):
+        look_up(cache, [0, 1, 2, 3], now=turn * 1000.0)  # 16 half-lives each
+        look_up(cache, [10 + turn], now=turn * 1000.0)
+        assert cache.contains(torch.tensor([0, 1, 2, 3])).all()
+        assert torch.isfinite(cache.state.count[cache.state.row_of >= 0]).all()
+
+
+# Faults seen in other systems.
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", ["dense", "set_associative"])
+def test_empty_key_set(index: str, device: str) -> None:
+    _, cache = make(2, index=index, device=device)
+    assert look_up(cache, []).shape == (0, DIM)
+    cache.warm(torch.empty(0, dtype=torch.int64, device=device))
+    assert cache.counters().looked_up == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("policy", "index"), KINDS)
+def test_one_lookup_larger_than_the_cache(policy: str, index: str, device: str) -> None:
+    _, cache = make(2, policy, index, device)
+    for _ in range(3):
+        look_up(cache, list(range(ROWS)) + list(range(0, ROWS, 3)))
+        assert cache.resident_rows == cache.capacity_rows == 8
+        check_consistent(cache)
+    assert cache.counters().hit == 2 * (8 + len([row for row in range(8) if row % 3 == 0]))
+
+
+def test_a_cache_without_pages_serves() -> None:
+    _, cache = make(0)
+    look_up(cache, [3, 1, 3])
+    cache.warm(torch.tensor([1]))
+    assert cache.counters().unique_misses == 2 and cache.resident_rows == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("policy", "index"), KINDS)
+def test_cache_larger_than_the_tables(policy: str, index: str, device: str) -> None:
+    _, cache = make(20, policy, index, device)  # 80 slots for 60 rows
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        look_up(cache, rng.integers(0, ROWS, 30).tolist())
+    assert cache.resident_rows == ROWS
+    before = cache.counters()
+    for _ in range(5):
+        look_up(cache, rng.integers(0, ROWS, 30).tolist())
+    since = cache.counters() - before
+    assert since.hit == since.looked_up == 150 and since.evicted == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", ["dense", "set_associative"])
+def test_duplicate_keys_in_one_batch(index: str, device: str) -> None:
+    _, cache = make(2, index=index, device=device)
+    look_up(cache, [5] * 700 + [9] + [5] * 700)
+    counters = cache.counters()
+    assert (counters.unique_misses, counters.hit, counters.looked_up) == (2, 0, 1401)
+    assert cache.resident_rows == 2
+    look_up(cache, [5, 5, 9])
+    assert cache.counters().hit == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["lru", "scan_resistant"])
+def test_a_reclaimed_slot_inherits_no_recency_or_frequency(policy: str, device: str) -> None:
+    pool, cache = make(2, policy, device=device)  # 8 rows
+    for turn in range(30):
+        look_up(cache, [0, 1, 2, 3, 4, 5, 6, 7], now=float(turn))
+    pool.free_pages(cache.shrink(2))
+    cache.grow(pool.alloc_pages(2, Owner.EMBEDDING))
+    look_up(cache, [20, 21, 22, 23, 24, 25, 26, 27], now=31.0)
+    assert cache.contains(torch.arange(20, 28, device=device)).all()
+    fresh = cache.state.score[cache.state.row_of >= 0]
+    if policy == "lru":
+        assert (fresh == 31).all()
+    else:  # one lookup each, not 31
+        assert fresh.max() < 2.0
+    look_up(cache, [30, 31], now=32.0)
+    look_up(cache, [30, 31], now=32.0)
+    assert cache.contains(torch.tensor([30, 31], device=device)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", ["dense", "set_associative"])
+def test_prefetch_evicts_no_rows_in_use(index: str, device: str) -> None:
+    _, cache = make(2, index=index, device=device)  # 8 rows
+    look_up(cache, [0, 1, 2, 3])
+    look_up(cache, [4, 5, 6, 7])
+    cache.warm(torch.arange(20, 40, device=device))  # takes the place of 0 to 3, and of no others
+    assert cache.contains(torch.arange(4, 8, device=device)).all()
+    assert cache.contains(torch.arange(20, 24, device=device)).all()
+    cache.warm(torch.arange(40, 60, device=device))
+    assert cache.contains(torch.arange(20, 24, device=device)).all()  # not used yet
+    cache.warm(torch.arange(40, 60, device=device), evict=False)
+    assert cache.counters().evicted == 4
+
+
+@pytest.mark.gpu
+def test_row_offsets_past_2_31() -> None:
+    tables = HostTables(1, 3 * 2**20, 512, torch.float32, seed=4, device="cuda")  # 6 GiB
+    pool = Pool(4 * 2**30 + 2**27, 2**21, "cuda")
+    cache = EmbeddingCache(pool, tables)
+    pages = pool.alloc_pages(pool.pages, Owner.EMBEDDING)
+    cache.grow(pages[-64:])  # slots from 2^31 bytes and 2^30 words on
+    assert int(cache.pages.min()) * 2**21 >= 2**32
+    keys = torch.arange(3 * 2**20 - 50_000, 3 * 2**20, device="cuda")
+    for _ in range(2):
+        for some in keys.split(30_000):
+            assert torch.equal(cache.lookup(some), tables.expected(some))
+    assert cache.resident_rows == 50_000
+    assert int(cache.state.index.find(keys).min()) * 2048 >= 2**32  # bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["lru", "scan_resistant"])
+def test_large_batches_on_a_gpu(policy: str) -> None:
+    """Batches of sizes at which the queue is built in the background and misses go beside hits."""
+    tables = HostTables(4, 500_000, 32, torch.float16, seed=2, device="cuda")
+    pool = Pool(500 * 2**16, 2**16, "cuda")  # 512,000 slots for 2,000,000 rows
+    cache = EmbeddingCache(pool, tables, policy)
+    cache.grow(pool.alloc_pages(400, Owner.EMBEDDING))
+    generator = torch.Generator("cuda").manual_seed(0)
+    hits = 0
+    for turn in range(60):
+        keys = (torch.rand(200_000, device="cuda", generator=generator) ** 3 * 2_000_000).long()
+        resident = cache.contains(keys)
+        hits += int(resident.sum())
+        stamps = cache.state.stamp.clone()
+        rows = cache.state.row_of.clone()
+        assert torch.equal(cache.lookup(keys, turn * 0.1), tables.expected(keys))
+        gone = (rows >= 0) & (cache.state.row_of != rows)
+        kept = (rows >= 0) & (cache.state.row_of == rows) & (cache.state.stamp == stamps)
+        if policy == "lru" and gone.any() and kept.any():
+            assert stamps[gone].max() <= stamps[kept].min()  # exact recency
+        held = cache.state.row_of[cache.state.row_of >= 0]
+        assert len(held.unique()) == len(held) == cache.resident_rows
+        if turn % 20 == 10:
+            pool.free_pages(cache.shrink(100))
+        if turn % 20 == 15:
+            cache.grow(pool.alloc_pages(100, Owner.EMBEDDING))
+    assert cache.counters().hit == hits
+    if policy == "lru":
+        assert cache.resident_rows == cache.capacity_rows
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu() -> None:
+    pool, cache = make(4, device="cuda")
+    keys = torch.arange(0, 40, 2, device="cuda")
+    pages = pool.alloc_pages(2, Owner.EMBEDDING)
+
+    def use() -> None:
+        cache.lookup(keys)
+        cache.grow(pages)
+        cache.warm(keys + 1)
+        cache.shrink(2)
+        cache.lookup(keys + 20)
+        assert cache.shrink_evictions >= 0 and cache.critical_bytes >= 0
+
+    use()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        use()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check_consistent(cache)
+
+
+@pytest.mark.gpu
+def test_unknown_keys_on_a_gpu_are_told_later() -> None:
+    _, cache = make(2, device="cuda")
+    cache.lookup(torch.tensor([1, ROWS, -1], device="cuda"))
+    with pytest.raises(BackendError, match="2 keys"):
+        cache.counters()
+
+
+def test_unknown_keys_are_refused() -> None:
+    _, cache = make(2)
+    for keys in ([0, ROWS], [-1]):
+        with pytest.raises(ArgumentError, match=f"0 to {ROWS - 1}"):
+            cache.lookup(torch.tensor(keys))
+    with pytest.raises(ArgumentError, match="int64"):
+        cache.lookup(torch.tensor([1], dtype=torch.int32))
+    assert cache.counters().looked_up == 0
+
+
+def test_pages_are_taken_once_and_given_back() -> None:
+    pool, cache = make(3)
+    with pytest.raises(ArgumentError, match="once"):
+        cache.grow(cache.pages[:1])
+    with pytest.raises(ArgumentError, match="0 to 23"):
+        cache.grow([24])
+    with pytest.raises(ArgumentError, match="0 to 3 pages"):
+        cache.shrink(4)
+    assert len(cache.shrink(0)) == 0
+    assert sorted(cache.shrink(3).tolist()) == [0, 1, 2]
+    assert cache.capacity_rows == 0
+
+
+def test_an_emulated_link_takes_its_time() -> None:
+    pool = Pool(24 * PAGE_ROWS * TABLES.row_bytes, PAGE_ROWS * TABLES.row_bytes)
+    gbps = ROWS * TABLES.row_bytes / 0.05 / 1e9  # 50 ms for all rows
+    cache = EmbeddingCache(pool, TABLES, emulated_link_gbps=gbps)
+    cache.grow(pool.alloc_pages(20, Owner.EMBEDDING))
+    began = time.perf_counter()
+    look_up(cache, list(range(ROWS)))
+    assert time.perf_counter() - began >= 0.05
+    began = time.perf_counter()
+    look_up(cache, list(range(ROWS)))
+    assert time.perf_counter() - began < 0.05
+    with pytest.raises(ArgumentError, match="emulated_link_gbps"):
+        EmbeddingCache(pool, TABLES, emulated_link_gbps=0.0)
+
+
+def test_the_rows_missed_most_that_are_gone() -> None:
+    _, cache = make(1)  # 4 rows
+    for keys in ([1, 2], [3, 4, 5, 6], [1], [7, 8, 9, 10], [1, 2], [11, 12, 13, 14]):
+        look_up(cache, keys)
+    assert cache.hottest_missed(2).tolist() == [1, 2]  # 3 and 2 times
+    assert cache.hottest_missed(10).tolist()[:1] == [1]
+    assert set(cache.hottest_missed(10).tolist()) == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
+    assert cache.hottest_missed(14).tolist()[:4] == [-1] * 4
+
+
+def test_the_index_follows_the_number_of_rows() -> None:
+    pool = Pool(2**12, 2**10)
+    assert EmbeddingCache(pool, TABLES).index_kind == "dense"
+    assert EmbeddingCache(pool, TABLES, dense_rows_limit=ROWS - 1).index_kind == "set_associative"

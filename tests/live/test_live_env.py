@@ -1,0 +1,57 @@
+"""The environment on a live node: HSTU on a CPU, end to end."""
+
+import threading
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+import hlem_env
+from hlem_env.errors import ArgumentError
+from serving_bridge.policy import FrozenPolicy
+
+
+def live(**arguments: object) -> gym.Env:
+    return gym.make(hlem_env.LIVE_ENV_ID, epoch_seconds=0.1, **arguments)
+
+
+def test_gymnasiums_checker_accepts_the_live_environment() -> None:
+    env = live(episode_epochs=20)
+    assert env.spec is not None and env.spec.nondeterministic
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env.unwrapped, skip_render_check=True)
+    env.close()
+
+
+def test_a_frozen_policy_drives_a_live_node() -> None:
+    before = threading.active_count()
+    env = live(workload="trend", episode_epochs=30)
+    policy = FrozenPolicy.load("agents/pretrained/paper")
+    observation, info = env.reset(seed=1)
+    truncated, requests, reused, hits = False, info["requests"], [], []
+    while not truncated:
+        observation, reward, terminated, truncated, info = env.step(policy.act(observation))
+        assert np.isfinite(reward) and not terminated
+        requests += info["requests"]
+        reused.append(info["kv_hit"])
+        hits.append(info["emb_hit"])
+    assert requests > 30 and max(reused) > 0 and 0.1 < np.mean(hits) < 1
+    assert info["alpha_star"] == -1.0  # nobody has tried the other alphas
+    env.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"workload": "trace:somewhere.csv"}, "workload"),
+        ({"workload": "training"}, "workload"),
+        ({"hardware": "abacus"}, "abacus"),
+    ],
+)
+def test_what_a_live_node_cannot_do_is_refused(arguments: dict[str, str], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        live(**arguments)

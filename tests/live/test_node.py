@@ -1,0 +1,139 @@
+"""The live node on a CPU: what it computes does not depend on what its caches hold."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hlem_env.live.config import LiveConfig
+from hlem_env.live.node import LiveNode
+from hlem_env.live.pool import Owner
+from hlem_env.live_scenario import live_workload
+from hlem_env.scenario import Scenario
+from hlem_env.workload.requests import Requests
+
+TOLERANCE = 1e-4
+"""Relative; scores are in float32 and sums go in another order."""
+CONFIG = replace(
+    LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, mean_history_tokens=100,
+    max_history_tokens=160, rows_per_table=5000, emulated_link_gbps=None, token_budget=400,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def some_requests(seconds: float, seed: int = 0, hot_share: float = 0.5) -> Requests:
+    scenario = Scenario(steady_hot_share=hot_share)
+    workload = live_workload(scenario, CONFIG, entries=20, speed=1.0)
+    workload.reset(np.random.default_rng(seed), 0.0)
+    return workload.take(seconds)
+
+
+def node_with(alpha_centi: int) -> LiveNode:
+    node = LiveNode(CONFIG)
+    node.reset(10_000)
+    node.move(alpha_centi)
+    return node
+
+
+def serve(node: LiveNode, requests: Requests) -> tuple[torch.Tensor, int, int]:
+    """Scores of all, history tokens reused, rows hit."""
+    scores, reused, hits = [], 0, 0
+    while len(requests):
+        count = node.first_batch(requests)
+        done = node.execute(requests[:count], requests[count:], float(requests.arrival_s[0]))
+        scores.append(done.scores)
+        reused, hits = reused + int(done.reused.sum()), hits + done.rows_hit
+        requests = requests[count:]
+    return torch.cat(scores), reused, hits
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_scores_are_the_same_with_and_without_a_kv_cache() -> None:
+    requests = some_requests(4.0)
+    without, none, _ = serve(node_with(100), requests)
+    cached, reused, hits = serve(node_with(40), requests)
+    assert none == 0 and reused > 0.2 * requests.history_length.sum() and hits > 0
+    assert distance(cached, without) < TOLERANCE
+
+
+def test_scores_are_the_same_while_alpha_moves() -> None:
+    requests = some_requests(5.0, seed=1)
+    without, _, _ = serve(node_with(100), requests)
+    node, scores, reused = node_with(50), [], 0
+    for i, alpha_centi in enumerate((50, 80, 30, 0, 20, 100, 60, 10)):
+        node.move(alpha_centi)
+        part = requests[i * len(requests) // 8 : (i + 1) * len(requests) // 8]
+        got, more, _ = serve(node, part)
+        scores.append(got)
+        reused += more
+        assert node.pool.count(Owner.EMBEDDING) == node.pool.pages * alpha_centi // 100
+    assert reused > 0
+    assert distance(torch.cat(scores), without) < TOLERANCE
+
+
+def test_scores_are_the_same_in_any_batches() -> None:
+    requests = some_requests(2.0, seed=2)
+    together, _, _ = serve(node_with(50), requests)
+    node, alone = node_with(50), []
+    for i in range(len(requests)):
+        alone.append(node.execute(requests[i : i + 1], requests[:0], float(i)).scores)
+    assert distance(torch.cat(alone), together) < TOLERANCE
+
+
+def test_a_wrong_kv_page_or_row_shows_in_the_scores() -> None:
+    requests = some_requests(4.0, seed=3, hot_share=0.9)
+    first, second = requests[: len(requests) // 2], requests[len(requests) // 2 :]
+    right = node_with(50)
+    serve(right, first)
+    expected, reused, _ = serve(right, second)
+    assert reused > 0
+    wrong_kv = node_with(50)
+    serve(wrong_kv, first)
+    for page in np.flatnonzero(wrong_kv.pool.owner == Owner.KV):
+        blocks = wrong_kv.kv.blocks_per_page
+        wrong_kv.kv.blocks[page * blocks : (page + 1) * blocks] *= -1
+    assert distance(serve(wrong_kv, second)[0], expected) > 10 * TOLERANCE
+    wrong_row = node_with(50)
+    serve(wrong_row, first)
+    wrong_row.embedding.state.slab.mul_(-1)
+    assert distance(serve(wrong_row, second)[0], expected) > 10 * TOLERANCE
+
+
+def test_a_batch_that_fails_leaves_the_node_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = some_requests(2.0, seed=4)
+    node, half = node_with(50), len(requests) // 2
+    serve(node, requests[:half])
+
+    def interrupted(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            node.execute(requests[half : half + 1], requests[:0], 10.0)
+    again, _, _ = serve(node, requests[half:])
+    assert torch.isfinite(again).all()
+
+
+def test_a_probe_leaves_the_caches_empty() -> None:
+    node = LiveNode(CONFIG)
+    assert node.probe_ms(repeats=3) > 0
+    assert node.kv.stats().entries == 0 and node.embedding.resident_rows == 0
+
+
+def test_closing_twice_is_allowed() -> None:
+    node = LiveNode(CONFIG)
+    node.close()
+    node.close()
