@@ -12,6 +12,7 @@ over an emulated link.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,7 +268,7 @@ def refill_once(
     pool = Pool((base_pages + new_pages) * PAGE_BYTES, PAGE_BYTES, "cuda")
     cache = EmbeddingCache(pool, tables)
     cache.grow(pool.alloc_pages(base_pages, Owner.EMBEDDING))
-    fresh = iter(order[new_rows:].split(50_000))
+    fresh = itertools.cycle(order[new_rows:].split(50_000))
 
     def look_up() -> object:
         return cache.lookup(next(fresh))
@@ -295,25 +296,27 @@ def refill_once(
         "lookup_before_ms": percentiles(before),
         "lookup_during_ms": percentiles(during),
         "lookups_during": len(during),
+        "demand_gbps": None if bucket is None else round(bucket.demand_bytes_per_s / 1e9, 1),
     }
 
 
 def drain(refill: Refill, lookup: Callable[[], object] | None, times_ms: list[float]) -> None:
-    """Step until nothing is left; with `lookup`, one lookup after another beside it."""
+    """Step until nothing is left, 10 s at most; with `lookup`, one lookup every 4 ms beside it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     running = False
-    while not refill.idle:
-        refill.step(time.perf_counter())
+    due = began = time.perf_counter()
+    while not refill.idle and (now := time.perf_counter()) < began + 10.0:
+        refill.step(now)
         if lookup is None:
             continue
         if running and end.query():
             times_ms.append(begin.elapsed_time(end))
             running = False
-        if not running:
+        if not running and now >= due:
             begin.record()
             lookup()
             end.record()
-            running = True
+            running, due = True, now + 4e-3
 
 
 def bench_moves(tables: HostTables, seed: int, pool_gib: int = 20) -> dict[str, Any]:

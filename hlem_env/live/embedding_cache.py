@@ -155,6 +155,7 @@ class EmbeddingCache:
         self.state = CacheState(slab, slots_index, policy == "scan_resistant", ring_rows)
         self._queue = reference.VictimQueue(self.state)
         self._pages: NDArray[np.int64] = np.empty(0, np.int64)
+        self._mine: NDArray[np.bool_] = np.zeros(pool.pages, np.bool_)
         self._batch = 0
         self._origin_s: float | None = None
         self._device_side: _DeviceSide | None = None
@@ -205,6 +206,8 @@ class EmbeddingCache:
             BackendError: a lookup had keys that do not exist.
         """
         values = self.state.counters.tolist()
+        if self._device_side is not None:
+            values[LOOKED_UP] += self._device_side.looked_up
         _refuse_invalid(values[INVALID], self.tables.n_rows)
         return CacheCounters(
             looked_up=values[LOOKED_UP],
@@ -241,21 +244,29 @@ class EmbeddingCache:
         weight = self._weight(now)
         side = self._device_side
         if side is not None and side.chain is not None:
-            values = side.poll()
-            _refuse_invalid(values[INVALID], self.tables.n_rows)
-            side.queue.prepare(n, self.capacity_rows)
-            expected = values[LAST_UNIQUE]
-            beside = side.beside if expected > FEW_MISSES else None
-            out = side.chain.lookup(keys, self._batch, weight, expected, beside)
-            side.snapshot()
-            side.queue.replenish(n, self.capacity_rows)
-            return out  # type: ignore[no-any-return]
+            return self._lookup_by_chain(side, keys, weight)
         self._refuse_unknown(keys)
         began = time.perf_counter()
         out, fetched = reference.lookup(
             self.state, self._queue, keys, self._fetch, self._batch, weight
         )
         self.wait_for_link(fetched, began)
+        return out
+
+    def _lookup_by_chain(self, side: _DeviceSide, keys: Tensor, weight: float) -> Tensor:
+        n = keys.shape[0]
+        values = side.poll()
+        _refuse_invalid(values[INVALID], self.tables.n_rows)
+        side.queue.prepare(n, self.capacity_rows)
+        if side.complete:
+            out: Tensor = side.chain.lookup_complete(keys, self._batch, weight)
+            side.looked_up += n
+        else:
+            expected = values[LAST_UNIQUE]
+            beside = side.beside if expected > FEW_MISSES else None
+            out = side.chain.lookup(keys, self._batch, weight, expected, beside)
+            side.queue.replenish(n, self.capacity_rows)
+        side.snapshot()
         return out
 
     def warm(self, keys: Tensor, now: float = 0.0, evict: bool = True) -> None:
@@ -317,9 +328,12 @@ class EmbeddingCache:
             (int(new.min()), int(new.max())),
             f"0 to {self.pool.pages - 1}",
         )
-        together = np.concatenate([self._pages, new])
-        require(len(np.unique(together)) == len(together), "pages", pages, "each page once")
-        self._pages = together
+        mine = self._mine.copy()
+        mine[new] = True
+        once = np.count_nonzero(mine) == len(self._pages) + len(new)
+        require(bool(once), "pages", pages, "each page once, and none that the cache has")
+        self._mine = mine
+        self._pages = np.concatenate([self._pages, new])
         with self._aside():
             reference.set_owned(self.state, self._slots(new), True)
             self._rebuild_queue()
@@ -338,8 +352,11 @@ class EmbeddingCache:
         require(0 <= n <= len(self._pages), "n", n, f"0 to {len(self._pages)} pages")
         kept = len(self._pages) - n
         gone, self._pages = self._pages[kept:], self._pages[:kept]
+        self._mine[gone] = False
         if n == 0:
             return gone
+        if self._device_side is not None:
+            self._device_side.forget_complete()
         with self._aside():
             emptied = self._slots(gone)
             moves, source, target = reference.shrink(self.state, emptied)
@@ -433,12 +450,9 @@ class EmbeddingCache:
 
     def _check(self, keys: Tensor) -> None:
         good = keys.ndim == 1 and keys.dtype == torch.int64
-        require(
-            good and keys.device.type == self.device.type and keys.shape[0] < 2**31 - 1,
-            "keys",
-            (tuple(keys.shape), keys.dtype, str(keys.device)),
-            f"int64 [n] on {self.device}",
-        )
+        if not (good and keys.device.type == self.device.type and keys.shape[0] < 2**31 - 1):
+            given = tuple(keys.shape), keys.dtype, str(keys.device)
+            raise ArgumentError("keys", given, f"int64 [n] on {self.device}")
 
     def _refuse_unknown(self, keys: Tensor) -> None:
         if self.device.type == "cuda":
@@ -468,6 +482,16 @@ class _DeviceSide:
         self._copy = torch.zeros_like(state.counters, device="cpu").pin_memory()
         self._copied: torch.cuda.Event | None = None
         self._values: list[int] = self._copy.tolist()
+        self._outdated = False
+        self.complete = False
+        """Whether every row that exists is resident, so that no lookup can miss."""
+        self.looked_up = 0
+        """Keys of lookups that did not count them on the device."""
+
+    def forget_complete(self) -> None:
+        """Rows are about to be evicted; a copy of the counters under way does not know it."""
+        self.complete = False
+        self._outdated = self._copied is not None
 
     def snapshot(self) -> None:
         """Copy the counters to the host behind what the current stream was given."""
@@ -481,7 +505,11 @@ class _DeviceSide:
         if self._copied is not None and self._copied.query():
             self._copied = None
             self._values = self._copy.tolist()
-            self.queue.observe(self._values[LAST_UNIQUE], self._values[LAST_VALID])
+            values = self._values
+            self.queue.observe(values[LAST_UNIQUE], values[LAST_VALID])
+            resident = values[INSERTED] + values[WARMED] - values[EVICTED]
+            self.complete = resident == self.tables.n_rows and not self._outdated
+            self._outdated = False
         return self._values
 
     def fetch(self, rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hlem_env.errors import ArgumentError, BackendError
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.partition import Partition
 from hlem_env.live.pool import Owner, Pool
 from tests.live.embedding_model import LruModel, contents
 
@@ -353,6 +354,24 @@ def test_large_batches_on_a_gpu(policy: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_complete_cache_that_shrinks_misses_again() -> None:
+    pool, cache = make(20, device="cuda")  # 80 slots for 60 rows
+    everything = list(range(ROWS))
+    for _ in range(3):
+        look_up(cache, everything)
+        torch.cuda.synchronize()
+    look_up(cache, everything[::2])
+    assert cache._device_side is not None and cache._device_side.complete
+    pool.free_pages(cache.shrink(15))  # 20 slots
+    look_up(cache, everything)
+    look_up(cache, everything)
+    counters = cache.counters()
+    assert counters.looked_up == 5 * ROWS + ROWS // 2
+    assert counters.hit == 2 * ROWS + ROWS // 2 + 2 * 20
+    check_consistent(cache)
+
+
+@pytest.mark.gpu
 def test_nothing_waits_for_the_gpu() -> None:
     pool, cache = make(4, device="cuda")
     keys = torch.arange(0, 40, 2, device="cuda")
@@ -405,6 +424,35 @@ def test_pages_are_taken_once_and_given_back() -> None:
     assert len(cache.shrink(0)) == 0
     assert sorted(cache.shrink(3).tolist()) == [0, 1, 2]
     assert cache.capacity_rows == 0
+
+
+class NoKv:
+    """A KV side without entries."""
+
+    evictions = 0
+
+    def resize(self, capacity_pages: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_boundary_moves_it(device: str) -> None:
+    pool, cache = make(12, device=device)  # half of 24 pages
+    partition = Partition(pool, cache, NoKv())
+    look_up(cache, list(range(40)))
+    assert partition.move(25).moved_pages == -6
+    assert pool.count(Owner.EMBEDDING) == 6 and cache.resident_rows == 24
+    look_up(cache, list(range(40)))
+    assert cache.counters().evicted_by_shrinking == 16
+    assert partition.move(100).moved_pages == 18
+    assert pool.free_count == 0 and cache.capacity_rows == 96
+    look_up(cache, list(range(ROWS)))
+    look_up(cache, list(range(ROWS)))
+    check_consistent(cache)
+    assert cache.resident_rows == ROWS
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert cache.shrink_evictions == 16
 
 
 def test_an_emulated_link_takes_its_time() -> None:

@@ -42,8 +42,8 @@ from hlem_env.live.cache_state import (
     CacheState,
 )
 
-BLOCK_WORDS = 1024
-BLOCK_QUEUE = 1024
+SMALL_ROWS = 2**26
+"""Up to so many rows, blocks of the bitmap and the queue are small, for parallelism."""
 N_MISSED, N_REPEATS, N_UNIQUE, N_USABLE = range(4)
 
 _LOOKED_UP = tl.constexpr(LOOKED_UP)
@@ -417,6 +417,8 @@ class Chain:
         self._compiled: dict[tuple[object, ...], Any] = {}
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._rows_block = max(1, 1024 // self.columns)
+        self._block = 256 if n_rows <= SMALL_ROWS else 1024
+        self._events = torch.cuda.Event(), torch.cuda.Event()
 
     def lookup(
         self,
@@ -438,24 +440,35 @@ class Chain:
         n = keys.shape[0]
         out = torch.empty(n, self.words, dtype=torch.int32, device=keys.device)
         keys = _aligned(keys)
-        sizes = self._find(keys, out, batch, batch, weight, copy=beside is None, lookup=True)
+        here = torch.cuda.current_stream(keys.device)
+        sizes = self._find(here, keys, out, batch, batch, weight, beside is None, lookup=True)
         if beside is None:
-            self._fetch(self.host, out, sizes, n, expected, staged=False, lookup=True)
+            self._fetch(here, self.host, out, sizes, n, expected, staged=False, lookup=True)
         else:
-            here = torch.cuda.current_stream(keys.device)
-            beside.wait_stream(here)
-            with torch.cuda.stream(beside):
-                self._fetch(self.host, out, sizes, n, expected, staged=False, lookup=True)
+            found, fetched = self._events
+            found.record(here)
+            beside.wait_event(found)
+            self._fetch(beside, self.host, out, sizes, n, expected, staged=False, lookup=True)
+            fetched.record(beside)
             block = self._rows_block
             self._launch(
-                _copy_hits, triton.cdiv(n, block), (self._space[0], self.slab, out, n),
+                here, _copy_hits, triton.cdiv(n, block), (self._space[0], self.slab, out, n),
                 (self.words, self.columns, block),
             )  # fmt: skip
-            here.wait_stream(beside)
+            here.wait_event(fetched)
         self._launch(
-            _repeat, min(self._processors * 8, triton.cdiv(n, self._rows_block)),
+            here, _repeat, min(self._processors * 8, triton.cdiv(n, self._rows_block)),
             (out, *self._space[2:4], sizes), (self.words, self.columns, self._rows_block),
         )  # fmt: skip
+        return out.view(self.state.slab.dtype)
+
+    def lookup_complete(self, keys: Tensor, batch: int, weight: float) -> Tensor:
+        """The same where every row that exists is resident: there can be no miss."""
+        n = keys.shape[0]
+        out = torch.empty(n, self.words, dtype=torch.int32, device=keys.device)
+        self._reserve(n)
+        here = torch.cuda.current_stream(keys.device)
+        self._probe(here, _aligned(keys), out, batch, weight, copy=True, lookup=True)
         return out.view(self.state.slab.dtype)
 
     def warm(self, rows: Tensor, staged: Tensor | None, batch: int, limit: int) -> None:
@@ -466,8 +479,9 @@ class Chain:
         source = self.host if staged is None else staged.view(torch.int32)
         rows = _aligned(rows)
         n = rows.shape[0]
-        sizes = self._find(rows, self.slab, batch, limit, 0.0, copy=False, lookup=False)
-        self._fetch(source, self.slab, sizes, n, n, staged=staged is not None, lookup=False)
+        here = torch.cuda.current_stream(rows.device)
+        sizes = self._find(here, rows, self.slab, batch, limit, 0.0, copy=False, lookup=False)
+        self._fetch(here, source, self.slab, sizes, n, n, staged=staged is not None, lookup=False)
 
     def gather(self, rows: Tensor, out: Tensor, staged: Tensor | None, programs: int) -> None:
         """Copy rows [n] from the tables to out [n, dim]; negative ones are left out.
@@ -477,7 +491,7 @@ class Chain:
         rows = _aligned(rows)
         n = rows.shape[0]
         self._launch(
-            _gather, max(min(programs, n), 1),
+            torch.cuda.current_stream(rows.device), _gather, max(min(programs, n), 1),
             (self.host, rows, self.slot_of, out.view(torch.int32),
              rows if staged is None else staged, n),
             (self.words, self.columns, 1, staged is not None),
@@ -487,13 +501,14 @@ class Chain:
         """Move rows between slots, as `lookup_reference.move`; the number stays on the device."""
         state = self.state
         self._launch(
-            _move, self._processors * 8,
+            torch.cuda.current_stream(source.device), _move, self._processors * 8,
             (self.slab, state.row_of, self.slot_of, state.stamp, state.count, source, target, moves),
             (self.words, self.columns, self._rows_block, state.counted),
         )  # fmt: skip
 
     def _find(
         self,
+        here: torch.cuda.Stream,
         keys: Tensor,
         out: Tensor,
         batch: int,
@@ -506,46 +521,40 @@ class Chain:
         n, state = keys.shape[0], self.state
         self._reserve(n)
         sizes, next_sizes = self._size_rows[self._turn], self._size_rows[1 - self._turn]
-        self._turn = 1 - self._turn
-        slots, missed, repeats, sources, unique_rows, victims, targets, firsts = self._space
+        _, missed, repeats, sources, unique_rows, victims, targets, firsts = self._space
         counts, offsets = self._blocks
-        words, queued = self.bitmap.shape[0], self.queue_slot.shape[0]
-        word_blocks = triton.cdiv(words, BLOCK_WORDS)
-        queue_blocks = triton.cdiv(queued, BLOCK_QUEUE)
+        words, queued, block = self.bitmap.shape[0], self.queue_slot.shape[0], self._block
+        word_blocks = triton.cdiv(words, block)
+        queue_blocks = triton.cdiv(queued, block)
         cells = state.sketch.shape[1]
         few = min(self._processors * 2, triton.cdiv(n, 512))
         queue = (state.score, state.stamp, self.queue_slot, self.queue_score)
-        block = self._rows_block if copy else 512
+        self._probe(here, keys, out, batch, weight, copy, lookup)
+        self._turn = 1 - self._turn
         self._launch(
-            _probe, triton.cdiv(n, block),
-            (keys, self.slot_of, state.stamp, state.count, self.slab, out, slots, missed, sizes,
-             state.counters, n, self.n_rows, batch, weight),
-            (self.words, self.columns, block, copy, lookup, state.counted),
-        )  # fmt: skip
-        self._launch(
-            _claim, few,
+            here, _claim, few,
             (keys, self.slot_of, self.bitmap, state.sketch, missed, repeats, sizes, weight, cells),
             (512, state.counted and lookup),
         )  # fmt: skip
         self._launch(
-            _count, word_blocks + queue_blocks + few,
+            here, _count, word_blocks + queue_blocks + few,
             (keys, self.slot_of, self.bitmap, *queue, repeats, sources, counts, sizes, words, queued,
              limit, word_blocks, queue_blocks),
-            (BLOCK_WORDS,),
+            (block,),
         )  # fmt: skip
         self._launch(
-            _scan, 1,
+            here, _scan, 1,
             (counts, offsets, sizes, next_sizes, state.counters, n, word_blocks, queue_blocks),
             (lookup, 1024),
         )  # fmt: skip
         self._launch(
-            _emit, word_blocks + queue_blocks,
+            here, _emit, word_blocks + queue_blocks,
             (self.bitmap, *queue, counts, offsets, unique_rows, victims, sizes, words, queued, limit,
              word_blocks),
-            (BLOCK_WORDS,),
+            (block,),
         )  # fmt: skip
         self._launch(
-            _place, few,
+            here, _place, few,
             (self.slot_of, state.row_of, state.stamp, state.count, state.sketch, unique_rows, victims,
              targets, firsts, state.ring, sizes, state.counters, batch, cells, state.ring.shape[0]),
             (512, lookup, state.counted),
@@ -554,6 +563,7 @@ class Chain:
 
     def _fetch(
         self,
+        stream: torch.cuda.Stream,
         source: Tensor,
         out: Tensor,
         sizes: Tensor,
@@ -567,12 +577,36 @@ class Chain:
         # apart (35 GB/s instead of 43 at 512-byte rows); they do so only where the guess is too low.
         programs = min(n, max(self._processors * 8, expected + expected // 4))
         self._launch(
-            _fetch, programs, (source, self.slab, out, *self._space[4:5], *self._space[6:], sizes),
+            stream, _fetch, programs, (source, self.slab, out, *self._space[4:5], *self._space[6:], sizes),
             (self.words, self.columns, 1, staged, lookup),
         )  # fmt: skip
 
+    def _probe(
+        self,
+        here: torch.cuda.Stream,
+        keys: Tensor,
+        out: Tensor,
+        batch: int,
+        weight: float,
+        copy: bool,
+        lookup: bool,
+    ) -> None:
+        n, state = keys.shape[0], self.state
+        block = self._rows_block if copy else 512
+        self._launch(
+            here, _probe, triton.cdiv(n, block),
+            (keys, self.slot_of, state.stamp, state.count, self.slab, out, *self._space[:2],
+             self._size_rows[self._turn], state.counters, n, self.n_rows, batch, weight),
+            (self.words, self.columns, block, copy, lookup, state.counted),
+        )  # fmt: skip
+
     def _launch(
-        self, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...]
+        self,
+        stream: torch.cuda.Stream,
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
     ) -> None:
         """Launch; from the second time on without Triton's look at every argument.
 
@@ -580,15 +614,21 @@ class Chain:
         bytes, and sizes are not specialised or never change.
         """
         key = (id(kernel), constants)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = kernel[(programs,)](*arguments, *constants)
+        launcher = self._compiled.get(key)
+        if launcher is None:
+            with torch.cuda.stream(stream):
+                compiled = kernel[(programs,)](*arguments, *constants)
+            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata
             return
+        run, function, metadata = launcher
         pointers = [
             value.data_ptr() if isinstance(value, Tensor) and value.is_cuda else value
             for value in arguments
         ]
-        compiled[(programs, 1, 1)](*pointers, *constants)
+        no_hooks = None, None, None
+        run(
+            programs, 1, 1, stream.cuda_stream, function, metadata, *no_hooks, *pointers, *constants
+        )  # fmt: skip
 
     def _reserve(self, n: int) -> None:
         """Make the workspace large enough for n keys and the queue of now."""
@@ -597,8 +637,8 @@ class Chain:
             self._keys_max = max(triton.next_power_of_2(n), 1024)
             space = torch.empty(8, self._keys_max, dtype=torch.int32, device=device)
             self._space = space.unbind()
-        blocks = triton.cdiv(self.bitmap.shape[0], BLOCK_WORDS) + triton.cdiv(
-            self.queue_slot.shape[0], BLOCK_QUEUE
+        blocks = triton.cdiv(self.bitmap.shape[0], self._block) + triton.cdiv(
+            self.queue_slot.shape[0], self._block
         )
         if blocks > self._blocks_max:
             self._blocks_max = max(triton.next_power_of_2(blocks), 1024)
