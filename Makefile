@@ -47,6 +47,7 @@ bench: $(STAMP)
 	$(BIN)/python -m eval.shape --json runs/bench/shape.json
 	$(BIN)/python -m eval.bench_surrogate --json runs/bench/surrogate.json
 	$(BIN)/python -m eval.bench_decision --json runs/bench/decision.json
+	$(BIN)/python -m eval.bench_pool --json runs/bench/pool.json
 	@echo "Results: $(CURDIR)/runs/bench"
 
 clean:

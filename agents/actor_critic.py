@@ -28,7 +28,7 @@ class ActorCritic(nn.Module):
     actions the two have 18,696 parameters, with 8 features 18,824.
 
     Both see the state standardised by `standardise`. A step of alpha is 0.06 of a feature's range of
-    1: unstretched, tanh units are near linear across it, and training takes several times as long.
+    1: unstretched, tanh units are near linear across it, and the same training comes less far.
     `actor_weights` folds this into the first layer, so a frozen policy takes the state as it is.
 
     Args:

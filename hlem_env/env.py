@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -410,21 +411,14 @@ def _centi(name: str, share: float) -> int:
 def _live(
     workload: str | dict[str, Any] | Scenario, overrides: dict[str, Any]
 ) -> tuple[Scenario, Callable[[Scenario], Backend], float]:
-    """Scenario, maker of its backend, and SLO in milliseconds of a live preset.
-
-    What needs torch is imported when the backend is made.
-    """
+    """Scenario, maker of its backend, and SLO in milliseconds of a live preset."""
     preset = overrides.pop("hardware", DEFAULT_LIVE_PRESET)
     config = LiveConfig.load(preset)
     seconds = overrides.pop("epoch_seconds", None)
     if seconds is not None:
         config = replace(config, epoch_seconds=seconds)
     scenario = live_scenario(Scenario.parse(workload, **overrides), config)
-
-    def make(scenario: Scenario) -> Backend:
-        return live_backend(scenario, config)
-
-    return scenario, make, config.slo_ms
+    return scenario, partial(live_backend, config=config), config.slo_ms
 
 
 def _backend_factory(backend: str | Callable[[Scenario], Backend]) -> Callable[[Scenario], Backend]:

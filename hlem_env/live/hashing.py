@@ -9,7 +9,7 @@ _STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014) of int64 [...], as int64.
+    """SplitMix64's output (Steele, Lea, Flood, OOPSLA 2014) for states int64 [...], as int64.
 
     Products wrap; torch shifts are arithmetic, so the sign's copies are masked off.
     """

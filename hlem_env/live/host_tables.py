@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hlem_env.errors import BackendError, require
+from hlem_env.live.hashing import mix
 
-GOLDEN = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ROW_BYTES_MULTIPLE = 16
 _CHUNK_VALUES = {"cuda": 2**25, "cpu": 2**20}
@@ -79,13 +78,13 @@ class HostTables:
     def keys(self, items: Tensor) -> Tensor:
         """Rows of items, int64 [n] -> int64 [n, tables]: table * N + hash(item, table) mod N."""
         table = torch.arange(self.tables, device=items.device)
-        hashed = splitmix(splitmix(items + self.seed)[:, None] + table)
+        hashed = mix(mix(items + self.seed)[:, None] + table)
         return table * self.rows_per_table + (hashed & (2**63 - 1)) % self.rows_per_table
 
     def expected(self, rows: Tensor) -> Tensor:
         """The values [n, dim] of rows, int64 [n], computed on their device without a look at memory."""
-        row = splitmix(rows + splitmix(torch.tensor(self.seed, device=rows.device)))
-        column = splitmix(torch.arange(self.dim, device=rows.device)) | 1
+        row = mix(rows + mix(torch.tensor(self.seed, device=rows.device)))
+        column = mix(torch.arange(self.dim, device=rows.device)) | 1
         top = (row[:, None] * column) >> 56  # arithmetic: -128 to 127
         return top.to(self.dtype) / 128
 
@@ -93,23 +92,6 @@ class HostTables:
         step = max(_CHUNK_VALUES[self.device.type] // self.dim, 1)
         for first in range(0, self.n_rows, step):
             yield first, min(first + step, self.n_rows)
-
-
-def splitmix(x: Tensor) -> Tensor:
-    """A well mixed 64-bit hash of int64 values (the finaliser of SplitMix64); any shape."""
-    x = x + _signed(GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX[0])
-    x = (x ^ _shift(x, 27)) * _signed(_MIX[1])
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical shift to the right; torch's is arithmetic."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _register(owner: HostTables, memory: Tensor) -> None:

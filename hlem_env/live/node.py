@@ -56,7 +56,7 @@ class Executed(NamedTuple):
     rows_hit: int
     """Rows looked up that were resident when the batch started."""
     device_s: float
-    """Seconds from the batch's start to its completion."""
+    """Seconds from the batch's start to its completion, the host's part included."""
 
 
 class AheadBytes(NamedTuple):
@@ -161,10 +161,9 @@ class LiveNode:
         """
         start_s = time.perf_counter()
         lengths = requests.history_length.astype(np.int64)
-        window = self._histories.visit(requests.user, lengths, requests.new_items.astype(np.int64))
-        batch = self.kv.begin(
-            requests.user, lengths, requests.new_items, window.edits, requests.arrival_s
-        )
+        new_items = requests.new_items.astype(np.int64)
+        window = self._histories.window(requests.user, lengths, new_items)
+        batch = self.kv.begin(requests.user, lengths, new_items, window.edits, requests.arrival_s)
         cached = batch.cached.astype(np.int64)
         try:
             keys = self._keys(requests.user, window, cached, lengths, self._served)
@@ -176,7 +175,9 @@ class LiveNode:
         except BaseException:
             self.kv.abort(batch)
             raise
+        # Only now do the visits count: a batch that was interrupted can be run again.
         self.kv.commit(batch)
+        self._histories.visit(requests.user, lengths, new_items)
         self.partition.settle()
         self._served += len(requests)
         return Executed(

@@ -99,7 +99,6 @@ class LiveBackend:
         self._hot.reset()
         self.workload.reset(np.random.default_rng(seed), -self.warmup_s)
         self._clock = Clock(-self.warmup_s)
-        self._until_s = -self.warmup_s  # requests up to here were taken from the workload
         self._end_s = -self.warmup_s
         self._busy: list[tuple[float, float]] = []
         self._waiting = Requests.empty()

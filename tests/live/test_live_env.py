@@ -1,5 +1,7 @@
 """The environment on a live node: HSTU on a CPU, end to end."""
 
+import copy
+import pickle
 import threading
 import warnings
 
@@ -42,6 +44,12 @@ def test_a_frozen_policy_drives_a_live_node() -> None:
     assert info["alpha_star"] == -1.0  # nobody has tried the other alphas
     env.close()
     assert threading.active_count() == before
+
+
+def test_a_live_environment_that_has_not_begun_can_be_copied() -> None:
+    env = live(workload="burst").unwrapped
+    for twin in (copy.deepcopy(env), pickle.loads(pickle.dumps(env))):
+        assert (twin.scenario, twin.config) == (env.scenario, env.config)
 
 
 @pytest.mark.parametrize(

@@ -111,20 +111,23 @@ def test_a_wrong_kv_page_or_row_shows_in_the_scores() -> None:
     assert distance(serve(wrong_row, second)[0], expected) > 10 * TOLERANCE
 
 
-def test_a_batch_that_fails_leaves_the_node_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = some_requests(2.0, seed=4)
+def test_a_batch_that_was_interrupted_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = some_requests(2.0, seed=4, hot_share=0.9)
+    expected, reused, _ = serve(node_with(50), requests)
     node, half = node_with(50), len(requests) // 2
-    serve(node, requests[:half])
+    first, _, _ = serve(node, requests[:half])
 
     def interrupted(*_: object) -> torch.Tensor:
         raise KeyboardInterrupt
 
+    count = node.first_batch(requests[half:])
     with monkeypatch.context() as patch:
         patch.setattr(node.model, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            node.execute(requests[half : half + 1], requests[:0], 10.0)
-    again, _, _ = serve(node, requests[half:])
-    assert torch.isfinite(again).all()
+            node.execute(requests[half : half + count], requests[:0], 10.0)
+    second, reused_again, _ = serve(node, requests[half:])
+    assert distance(torch.cat([first, second]), expected) < TOLERANCE
+    assert 0 < reused_again < reused
 
 
 def test_a_probe_leaves_the_caches_empty() -> None:
