@@ -19,12 +19,14 @@ def live(**arguments: object) -> gym.Env:
     return gym.make(hlem_env.LIVE_ENV_ID, epoch_seconds=0.1, **arguments)
 
 
-def test_gymnasiums_checker_accepts_the_live_environment() -> None:
+def test_the_checkers_accept_the_live_environment() -> None:
+    sb3 = pytest.importorskip("stable_baselines3.common.env_checker")
     env = live(episode_epochs=20)
     assert env.spec is not None and env.spec.nondeterministic
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(env.unwrapped, skip_render_check=True)
+        sb3.check_env(env.unwrapped, skip_render_check=True)
     env.close()
 
 
