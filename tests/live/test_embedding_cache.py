@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hlem_env.errors import ArgumentError, BackendError
@@ -124,6 +124,13 @@ def check_shrink(pool: Pool, cache: EmbeddingCache, model: LruModel, n: int) -> 
     model.copy_from(cache)
 
 
+# A row that its own batch used was queued before its equals of that batch.
+@example(
+    [
+        ("grow", 2), ("grow", 4), ("lookup", [0, 1]), ("shrink", 1), ("shrink", 2), ("shrink", 4),
+        ("lookup", [1, 2, 3, 4]), ("lookup", [0]),
+    ]
+)  # fmt: skip
 @given(operations)
 def test_lru_is_the_model(steps: list[tuple[str, object]]) -> None:
     run_against_model(steps, "cpu")

@@ -52,12 +52,18 @@ class VictimQueue:
         """Sort anew at the next call: slots were added, or taken away."""
         self._slots, self._scores = self._slots[:0], self._scores[:0]
 
-    def take(self, n: int, limit: int) -> Tensor:
-        """The n lowest slots whose stamp is below `limit`, int64 [n or fewer]; they stay queued."""
+    def take(self, n: int, limit: int, batch: int) -> Tensor:
+        """The n lowest slots whose stamp is below `limit`, int64 [n or fewer]; they stay queued.
+
+        Args:
+            n: slots wanted.
+            limit: at most `batch`.
+            batch: number of the running batch, or of the last one between two.
+        """
         stale = self.state.counted and self._exempt * EXEMPT_SHARE > len(self._slots)
         found = self._slots[:0] if stale else self._valid(n, limit)
         if len(found) < n:
-            self._sort()
+            self._sort(batch)
             found = self._valid(n, limit)
         self._exempt += len(found)
         return found
@@ -78,8 +84,11 @@ class VictimQueue:
         self._slots, self._scores = self._slots[drop:], self._scores[drop:]
         return torch.cat(parts)[:n] if parts else self._slots[:0]
 
-    def _sort(self) -> None:
-        owned = torch.nonzero(self.state.stamp != FOREIGN)[:, 0]
+    def _sort(self, batch: int) -> None:
+        # By stamps, what the batch itself uses stays out: it is no victim, and rows stamped later in
+        # the same batch are its equals, which the queue would not have in order of the slot.
+        below = FOREIGN if self.state.counted else batch
+        owned = torch.nonzero(self.state.stamp < below)[:, 0]
         self._scores, order = self.state.score[owned].sort(stable=True)
         self._slots = owned[order]
         self._exempt = 0
@@ -147,7 +156,7 @@ def warm(
     rows = torch.unique(rows[rows >= 0])
     rows = rows[state.index.find(rows) < 0]
     limit = batch if evict else FREE + 1
-    room = len(queue.take(len(rows), limit))
+    room = len(queue.take(len(rows), limit, batch))
     rows = rows[:room]
     if room:
         insert(state, queue, rows, fetch(rows), batch, limit, admission=False, counter=WARMED)
@@ -168,7 +177,7 @@ def insert(
 
     With `admission` and decayed counts, a row stays out unless its count exceeds its victim's.
     """
-    victims = queue.take(len(rows), limit)
+    victims = queue.take(len(rows), limit, batch)
     rows, values = rows[: len(victims)], values[: len(victims)]
     if state.counted:
         scores = state.sketched(rows)
