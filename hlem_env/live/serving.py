@@ -8,7 +8,6 @@ epochs; behind the serving bridge it never stops. Everything happens in the call
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,25 +26,49 @@ SPIN_S = 0.0002
 """The last part of a wait is spun: sleep wakes late by about this much."""
 
 
-class Clock:
-    """Wall time that can stand still, seconds."""
+class WallTime:
+    """The time that passes, seconds."""
 
-    def __init__(self, start_s: float) -> None:
-        self._offset_s = start_s
+    def now(self) -> float:
+        """Seconds from some moment."""
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, waking often enough for an interrupt and exactly enough for an arrival."""
+        wake_s = time.perf_counter() + seconds
+        while (left_s := wake_s - time.perf_counter()) > 0:
+            if left_s > SPIN_S:
+                time.sleep(min(left_s - SPIN_S, LONGEST_SLEEP_S))
+
+
+class Clock:
+    """A time that can stand still, seconds.
+
+    Args:
+        start_s: where it begins.
+        source: what it follows while it runs.
+    """
+
+    def __init__(self, start_s: float, source: WallTime) -> None:
+        self._offset_s, self._source = start_s, source
         self._since: float | None = None
 
     def now(self) -> float:
         """The time."""
-        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        running = 0.0 if self._since is None else self._source.now() - self._since
         return self._offset_s + running
 
     def start(self) -> None:
         """Go on from where it stands."""
-        self._since = time.perf_counter()
+        self._since = self._source.now()
 
     def stop(self) -> None:
         """Stand still."""
         self._offset_s, self._since = self.now(), None
+
+    def sleep_until(self, wake_s: float) -> None:
+        """Wait for a time."""
+        self._source.sleep(max(wake_s - self.now(), 0.0))
 
 
 @dataclass
@@ -78,13 +101,17 @@ class LiveBackend:
     Args:
         workload: where requests come from.
         node: what serves them; closed with the backend.
+        time_source: what the clock follows.
 
     Raises:
         BackendError: `run` before `reset`, or after `close`.
     """
 
-    def __init__(self, workload: Workload, node: LiveNode) -> None:
+    def __init__(
+        self, workload: Workload, node: LiveNode, time_source: WallTime | None = None
+    ) -> None:
         self.workload, self.node = workload, node
+        self._time = time_source or WallTime()
         self.warmup_s = node.config.warmup_epochs * node.config.epoch_seconds
         window_s = mdp.HOT_WINDOW_EPOCHS * node.config.epoch_seconds
         self._hot = HotUsers(workload.persistent_users, window_s)
@@ -98,7 +125,7 @@ class LiveBackend:
         self.node.reset(self.workload.persistent_users)
         self._hot.reset()
         self.workload.reset(np.random.default_rng(seed), -self.warmup_s)
-        self._clock = Clock(-self.warmup_s)
+        self._clock = Clock(-self.warmup_s, self._time)
         self._end_s = -self.warmup_s
         self._busy: list[tuple[float, float]] = []
         self._waiting = Requests.empty()
@@ -134,7 +161,7 @@ class LiveBackend:
             if arrived == 0:
                 next_s = float(self._waiting.arrival_s[0]) if len(self._waiting) else end_s
                 self.node.idle(now_s)
-                _sleep_until(min(end_s, next_s), clock.now)
+                clock.sleep_until(min(end_s, next_s))
                 continue
             count = self.node.first_batch(self._waiting[:arrived])
             batch, rest = self._waiting[:count], self._waiting[count:]
@@ -198,10 +225,3 @@ class LiveBackend:
             backlog_age_s=end_s - oldest_s,
             utilisation=self._busy_s(begin_s, end_s) / (end_s - begin_s),
         )
-
-
-def _sleep_until(wake_s: float, now: Callable[[], float]) -> None:
-    """Wait, waking often enough for an interrupt and exactly enough for an arrival."""
-    while (left_s := wake_s - now()) > 0:
-        if left_s > SPIN_S:
-            time.sleep(min(left_s - SPIN_S, LONGEST_SLEEP_S))
