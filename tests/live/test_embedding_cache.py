@@ -1,4 +1,4 @@
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -462,17 +462,18 @@ def test_the_boundary_moves_it(device: str) -> None:
     assert cache.shrink_evictions == 16
 
 
-def test_an_emulated_link_takes_its_time() -> None:
+def test_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    stopped = SimpleNamespace(perf_counter=lambda: 0.0, sleep=slept.append)
+    monkeypatch.setattr("hlem_env.live.embedding_cache.time", stopped)
     pool = Pool(24 * PAGE_ROWS * TABLES.row_bytes, PAGE_ROWS * TABLES.row_bytes)
     gbps = ROWS * TABLES.row_bytes / 0.05 / 1e9  # 50 ms for all rows
     cache = EmbeddingCache(pool, TABLES, emulated_link_gbps=gbps)
     cache.grow(pool.alloc_pages(20, Owner.EMBEDDING))
-    began = time.perf_counter()
     look_up(cache, list(range(ROWS)))
-    assert time.perf_counter() - began >= 0.05
-    began = time.perf_counter()
+    assert slept == pytest.approx([0.05])
     look_up(cache, list(range(ROWS)))
-    assert time.perf_counter() - began < 0.05
+    assert len(slept) == 1  # all are resident
     with pytest.raises(ArgumentError, match="emulated_link_gbps"):
         EmbeddingCache(pool, TABLES, emulated_link_gbps=0.0)
 
