@@ -254,7 +254,8 @@ class TrainingDomain:
     """
 
     presets: tuple[str, ...] = ("taobao", "video-games")
-    regimes: tuple[str, ...] = REGIMES
+    regimes: tuple[str, ...] = (*REGIMES, "burst")
+    """drawn alike, Burst twice: few of its epochs show what an action did to a burst"""
     hot_share: tuple[float, float] = (0.05, 0.60)
     mean_history_tokens: tuple[float, float] = (7_000, 12_500)
     population_factor: tuple[float, float] = (0.5, 1.5)
