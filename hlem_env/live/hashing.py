@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-_A, _B = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_STEP = 0x9E3779B97F4A7C15 - 2**64
+MULTIPLIERS = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
 def mix(x: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def mix(x: Tensor) -> Tensor:
 
     Products wrap; torch shifts are arithmetic, so the sign's copies are masked off.
     """
-    x = x + _STEP
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _A
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _B
+    x = x + STEP
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MULTIPLIERS[0]
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MULTIPLIERS[1]
     return x ^ ((x >> 31) & ((1 << 33) - 1))

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hlem_env.live.hashing import mix
+from hlem_env.live.popularity import Popularity
 
 Ints = NDArray[np.int64]
-_EXACT_RANKS = 256
+USER_STEP = 0x9E3779B9
+"""Between the states that two seeds give a user."""
 
 
 class Window(NamedTuple):
@@ -41,9 +43,7 @@ class Histories:
 
     def __init__(self, persistent_users: int, items: int, zipf: float, seed: int) -> None:
         self.persistent_users = persistent_users
-        self.items, self.zipf, self.seed = items, zipf, seed
-        self._head = _head_distribution(items, zipf)
-        self._head_mass = float(self._head[-1])
+        self.popularity, self.seed = Popularity(items, zipf), seed
         self.reset()
 
     def reset(self) -> None:
@@ -89,35 +89,6 @@ class Histories:
 
     def draw(self, users: Tensor, index: Tensor) -> Tensor:
         """Catalogue ids int64 [n], 0 the most popular, of items `index` of `users` (int64 [n] each)."""
-        bits = mix(mix(users + self.seed * 0x9E3779B9) + index)
+        bits = mix(mix(users + self.seed * USER_STEP) + index)
         uniform = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-        return self._rank(uniform)
-
-    def _rank(self, uniform: Tensor) -> Tensor:
-        """Inverse of the popularity's distribution function, ranks counted from 0.
-
-        Exact for the most popular items; the others by the integral between rank - 1/2 and rank + 1/2,
-        as the surrogate's curve has them.
-        """
-        head, mass = self._head.to(uniform.device), self._head_mass
-        rank = torch.searchsorted(head, uniform, right=True)
-        if self.items > head.numel():
-            low, high, power = head.numel() + 0.5, self.items + 0.5, 1.0 - self.zipf
-            share = ((uniform - mass) / (1.0 - mass)).clamp_(min=0.0)
-            if abs(power) < 1e-9:
-                x = low * (high / low) ** share
-            else:
-                x = (low**power + share * (high**power - low**power)) ** (1.0 / power)
-            rank = torch.where(uniform < mass, rank, (x - 0.5).to(torch.int64))
-        return rank.clamp_(0, self.items - 1)
-
-
-def _head_distribution(items: int, zipf: float) -> Tensor:
-    """P(rank <= r), float64 [head], for the most popular items."""
-    head = min(items, _EXACT_RANKS)
-    weight = np.arange(1, head + 1, dtype=np.float64) ** -zipf
-    low, high, power = head + 0.5, items + 0.5, 1.0 - zipf
-    tail = 0.0
-    if items > head:
-        tail = np.log(high / low) if abs(power) < 1e-9 else (high**power - low**power) / power
-    return torch.from_numpy(np.cumsum(weight) / (weight.sum() + tail))
+        return self.popularity.rank(uniform)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hlem_env.errors import ArgumentError, ArtefactError, require, require_choice, require_number
+from hlem_env.errors import ArtefactError, require, require_choice, require_number
 from hlem_env.live.attention import PagedKv, append_history, hstu_attention
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -97,7 +97,9 @@ class HstuBatch:
     candidate_rows: Tensor
     """int32 [sum of candidates]: rows of the candidates among the tokens."""
     max_new: int
-    """New tokens of the largest request."""
+    """New tokens of the largest request, or an upper bound of them."""
+    any_cached: bool = True
+    """Whether any request has cached tokens; without, a faster kernel serves."""
 
     @classmethod
     def build(
@@ -134,18 +136,64 @@ class HstuBatch:
         longest = int((new + old).max(initial=0))
         limit = config.max_history_tokens
         require(longest <= limit, "history tokens", longest, f"at most {limit}; drop the oldest")
-        lengths = new + tail
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        history = np.repeat(new, lengths)
-        parts = (
-            offsets,
-            tail,
-            old,
-            np.repeat(old, lengths) + np.minimum(within, history),
-            np.flatnonzero(within >= history),
+        parts = layout(new, tail, old)
+        host = torch.empty(
+            packed_size(parts), dtype=torch.int32, pin_memory=torch.device(device).type == "cuda"
         )
-        return cls(*_upload(parts, torch.device(device)), int(lengths.max(initial=0)))
+        pack(parts, host.numpy())
+        moved = host.to(torch.device(device), non_blocking=True)
+        most = int((new + tail).max(initial=0))
+        return cls.of(unpack(parts, moved), most, bool(old.any()))
+
+    @classmethod
+    def of(cls, fields: list[Tensor], max_new: int, any_cached: bool) -> HstuBatch:
+        """From what `layout` made, on the device."""
+        offsets, candidates, cached, positions, candidate_rows = fields
+        return cls(
+            offsets, candidates, cached, positions, candidate_rows, max_new, any_cached
+        )  # fmt: skip
+
+
+Parts = tuple[NDArray[np.int64], ...]
+"""Arrays that travel to the device as one: the first five fields of HstuBatch, perhaps more."""
+
+
+def layout(new: NDArray[np.int64], tail: NDArray[np.int64], old: NDArray[np.int64]) -> Parts:
+    """The first five fields of HstuBatch for new history, candidates and cached tokens, [B] each."""
+    lengths = new + tail
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    history = np.repeat(new, lengths)
+    positions = np.repeat(old, lengths) + np.minimum(within, history)
+    return offsets, tail, old, positions, np.flatnonzero(within >= history)
+
+
+def packed_size(parts: Parts) -> int:
+    """Int32 values that the parts take together; each starts at a multiple of 16 bytes.
+
+    Raises:
+        ArgumentError: they are too many for int32.
+    """
+    size = sum(-(-part.size // 4) * 4 for part in parts)
+    require(size < 2**31, "tokens of a batch", size, "below 2**31")
+    return size
+
+
+def pack(parts: Parts, to: NDArray[np.int32]) -> None:
+    """Write the parts one after the other."""
+    start = 0
+    for part in parts:
+        to[start : start + part.size] = part.ravel()
+        start += -(-part.size // 4) * 4
+
+
+def unpack(parts: Parts, packed: Tensor) -> list[Tensor]:
+    """Views of the packed parts, in their shapes."""
+    views, start = [], 0
+    for part in parts:
+        views.append(packed[start : start + part.size].view(part.shape))
+        start += -(-part.size // 4) * 4
+    return views
 
 
 class Hstu(nn.Module):
@@ -295,7 +343,7 @@ class _Layer(nn.Module):
             batch.offsets,
             batch.candidates,
             scaling_seqlen=config.scaling_seqlen,
-            cache=kv,
+            cache=kv if batch.any_cached else None,
             max_new=batch.max_new,
         )
         if kv is not None:
@@ -313,22 +361,3 @@ class _Layer(nn.Module):
 def _rows(count: int, width: int, norm: float, generator: torch.Generator) -> Tensor:
     """Random directions of the same length: [count, width]."""
     return functional.normalize(torch.randn(count, width, generator=generator), dim=1) * norm
-
-
-def _upload(
-    parts: tuple[NDArray[np.int64], ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five arrays as int32 tensors, through one copy; each starts at a multiple of 16 bytes."""
-    sizes = [-(-len(part) // 4) * 4 for part in parts]
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    host = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    if starts[-1] >= 2**31:
-        raise ArgumentError("tokens of a batch", int(starts[-1]), "below 2**31")
-    flat = host.numpy()
-    for start, part in zip(starts, parts, strict=False):
-        flat[start : start + len(part)] = part
-    moved = host.to(device, non_blocking=True)
-    a, b, c, d, e = (
-        moved[start : start + len(part)] for start, part in zip(starts, parts, strict=False)
-    )
-    return a, b, c, d, e

@@ -24,21 +24,21 @@ from hlem_env import mdp
 from hlem_env.errors import BackendError
 from hlem_env.eviction.policies import make_policy
 from hlem_env.live.attention import PagedKv
-from hlem_env.live.cache_state import LOOKED_UP, MISSED
+from hlem_env.live.cache_state import COUNTERS, MISSED
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.histories import Histories, Window
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.hstu import Hstu, HstuBatch, HstuConfig
+from hlem_env.live.hstu_graphs import HstuGraphs
 from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
 from hlem_env.live.partition import Move, Partition
 from hlem_env.live.pool import Pool
 from hlem_env.live.refill import Refill, TokenBucket
+from hlem_env.live.token_rows import token_rows
 from hlem_env.workload.requests import Requests
 
 Ints = NDArray[np.int64]
-_CANDIDATE_USER = 1 << 40
-"""Candidates are drawn like the items of a user of this id and up, whom no workload has."""
 _PROBE_USER = 1 << 39
 
 
@@ -92,7 +92,15 @@ class LiveNode:
         )
         self.model = Hstu(model_config(config), config.seed, config.device, self._dtype)
         self.pool = Pool(config.pool_bytes, config.page_bytes, config.device)
+        cuda = self.device.type == "cuda"
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int64, pin_memory=cuda)
+        self._graphs: HstuGraphs | None = None
         self.reset(0)
+        if cuda:
+            self._graphs = HstuGraphs(
+                self.model, self.kv.blocks, self.kv.blocks_per_page, self.kv.max_pages,
+                config.max_history_tokens + config.candidates,
+            )  # fmt: skip
 
     def reset(self, persistent_users: int) -> None:
         """Empty both caches. User ids below `persistent_users` may come back."""
@@ -119,7 +127,7 @@ class LiveNode:
         )
         self.last_p99_ms = 0.0
         """Of the last epoch; refill and prefetch pause while it is near the SLO."""
-        self._served = 0
+        self._served = self._missed = 0
         self._told = AheadBytes(0, 0)
         self._told_evictions = 0
 
@@ -167,10 +175,10 @@ class LiveNode:
         cached = batch.cached.astype(np.int64)
         try:
             keys = self._keys(requests.user, window, cached, lengths, self._served)
-            tokens, hits = self._tokens(keys, now_s)
-            scores = self.model(tokens, self._layout(cached, lengths), self._paged(batch))
+            rows = self.embedding.lookup(keys, now_s)
+            self._counters.copy_(self.embedding.state.counters, non_blocking=True)
+            scores = self._scores(rows, batch, lengths)
             self._work_ahead(waiting, len(requests), now_s)
-            rows_hit = int(hits)  # waits for the device up to the lookup
             self._finish()
         except BaseException:
             self.kv.abort(batch)
@@ -180,12 +188,13 @@ class LiveNode:
         self._histories.visit(requests.user, lengths, new_items)
         self.partition.settle()
         self._served += len(requests)
+        missed, self._missed = self._missed, int(self._counters[MISSED])
         return Executed(
             scores=scores,
             reused=cached,
             computed=lengths - cached + self.config.candidates,
             pages=self._kv_pages(lengths),
-            rows_hit=rows_hit,
+            rows_hit=keys.numel() - (self._missed - missed),
             device_s=time.perf_counter() - start_s,
         )
 
@@ -221,7 +230,9 @@ class LiveNode:
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""
-        for name in ("tables", "pool", "model", "embedding", "kv", "partition", "refill"):
+        for name in (
+            "tables", "pool", "model", "embedding", "kv", "partition", "refill", "_graphs",
+        ):  # fmt: skip
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -233,48 +244,35 @@ class LiveNode:
 
         Candidates are the node's own draws: those of the `served`-th request and on.
         """
-        count = len(users)
         new = lengths - cached
-        sizes = new + self.config.candidates
-        serial = served + np.arange(count)
-        table = np.stack([users, window.first + cached, new, np.cumsum(sizes) - sizes, serial])
-        owner, first, new_here, start, serial_here = torch.from_numpy(table).to(self.device)
-        total = int(sizes.sum())
-        request = torch.repeat_interleave(
-            torch.arange(count, device=self.device),
-            torch.from_numpy(sizes).to(self.device),
-            output_size=total,
-        )
-        within = torch.arange(total, device=self.device) - start[request]
-        history = within < new_here[request]
-        user = torch.where(history, owner[request], _CANDIDATE_USER + serial_here[request])
-        index = torch.where(history, first[request] + within, within - new_here[request])
-        return self.tables.keys(self._histories.draw(user, index)).reshape(-1)
+        ends = np.cumsum(new + self.config.candidates)
+        start = ends - new - self.config.candidates
+        serial = served + np.arange(len(users))
+        spans = torch.from_numpy(np.stack([users, window.first + cached, new, start, serial]))
+        return token_rows(spans.to(self.device), int(ends[-1]), self._histories, self.tables)
 
-    def _tokens(self, keys: Tensor, now_s: float) -> tuple[Tensor, Tensor]:
-        """Tokens [N, dim], each the sum of its table rows, and how many keys were resident, on the device."""
-        counters = self.embedding.state.counters
-        before = counters.clone()
-        rows = self.embedding.lookup(keys, now_s)
-        done = counters - before
-        tokens = rows.view(-1, self.config.tables, self.config.dim).sum(1)
-        return tokens, done[LOOKED_UP] - done[MISSED]
-
-    def _layout(self, cached: Ints, lengths: Ints) -> HstuBatch:
-        candidates = np.full(len(cached), self.config.candidates)
-        return HstuBatch.build(lengths - cached, candidates, cached, self.model.config, self.device)
-
-    def _paged(self, batch: KvBatch) -> PagedKv:
-        widest = int((batch.page_table >= 0).sum(axis=1).max(initial=0))
-        pages = torch.from_numpy(np.ascontiguousarray(batch.page_table[:, :widest]))
-        return PagedKv(
+    def _scores(self, rows: Tensor, kv: KvBatch, lengths: Ints) -> Tensor:
+        """Scores [sum of candidates] from the rows [N * tables, dim] of all tokens."""
+        config, cached = self.config, kv.cached.astype(np.int64)
+        new, candidates = lengths - cached, np.full(len(lengths), config.candidates)
+        rows = rows.view(-1, config.tables, config.dim)
+        widest = int((kv.page_table >= 0).sum(axis=1).max(initial=0))
+        pages = kv.page_table[:, :widest]
+        if self._graphs is not None:
+            shape = self._graphs.shape(new + candidates, cached)
+            if shape is not None:
+                return self._graphs.run(shape, rows, new, candidates, cached, pages)
+        batch = HstuBatch.build(new, candidates, cached, self.model.config, self.device)
+        paged = PagedKv(
             blocks=self.kv.blocks,
-            page_table=pages.to(self.device),
-            cached=torch.from_numpy(batch.cached).to(self.device),
+            page_table=torch.from_numpy(np.ascontiguousarray(pages)).to(self.device),
+            cached=batch.cached,
             layer=0,
-            layers=self.config.layers,
+            layers=config.layers,
             blocks_per_page=self.kv.blocks_per_page,
         )
+        scores: Tensor = self.model(rows.sum(1), batch, paged)
+        return scores
 
     def _work_ahead(self, waiting: Requests, ahead: int, now_s: float) -> None:
         """While the device computes: fetch rows of the requests that come next, and warm pages.
