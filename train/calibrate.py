@@ -42,6 +42,10 @@ class Args:
     """of which the least busy counts"""
     rounds: int = 2
     """each sets the rate by what the last one measured"""
+    epoch_seconds: float | None = None
+    """instead of the preset's, while measuring"""
+    slo_ms: float | None = None
+    """written as it is, instead of one from the P99 measured"""
     settle_epochs: int = 6
     """after each move, not measured"""
     epochs: int = 12
@@ -73,7 +77,8 @@ def best_point(backend: LiveBackend, args: Args, seconds: float) -> Point:
 
 def calibrate(args: Args, config: LiveConfig) -> LiveConfig:
     """The preset with what this machine measured."""
-    node = LiveNode(config)
+    seconds = args.epoch_seconds or config.epoch_seconds
+    node = LiveNode(replace(config, epoch_seconds=seconds))
     try:
         probe_ms = node.probe_ms()
         known = dict(zip(config.hot_share, config.requests_per_s, strict=True))
@@ -87,7 +92,7 @@ def calibrate(args: Args, config: LiveConfig) -> LiveConfig:
                     at = replace(config, hot_share=(hot_share,), requests_per_s=(rate,))
                     scenario = Scenario(steady_hot_share=hot_share, utilisation=config.utilisation)
                     workload = live_workload(scenario, at, node.entries_in_pool, speed=1.0)
-                    point = best_point(LiveBackend(workload, node), args, config.epoch_seconds)
+                    point = best_point(LiveBackend(workload, node), args, node.config.epoch_seconds)
                     print(f"hot share {hot_share}: {rate:.1f} requests/s, {point}", file=sys.stderr)
                     rate *= config.utilisation / point.utilisation
                     bar.update()
@@ -102,7 +107,7 @@ def calibrate(args: Args, config: LiveConfig) -> LiveConfig:
         hot_share=args.hot_shares,
         requests_per_s=tuple(rates),
         probe_ms=round(probe_ms, 2),
-        slo_ms=float(round(SLO_OVER_P99 * sum(p99_ms) / len(p99_ms))),
+        slo_ms=args.slo_ms or float(round(SLO_OVER_P99 * sum(p99_ms) / len(p99_ms))),
         measured_on=where,
     )
 
@@ -112,6 +117,9 @@ def main(args: Args) -> int:
     config = LiveConfig.load(args.preset)
     require(len(args.hot_shares) >= 1, "hot_shares", args.hot_shares, "at least one")
     require(len(args.alphas) >= 1, "alphas", args.alphas, "at least one")
+    for name in ("epoch_seconds", "slo_ms"):
+        value = getattr(args, name)
+        require(value is None or value > 0, name, value, "above 0")
     for name in ("rounds", "settle_epochs", "epochs"):
         require(getattr(args, name) >= 1, name, getattr(args, name), "1 or more")
     preset = calibrate(args, config)
