@@ -152,12 +152,14 @@ class LiveNode:
     def first_batch(self, waiting: Requests) -> int:
         """How many of the requests, from the first on, make the next batch: at least one.
 
-        As many as the token budget allows if nothing were cached, no user twice, and no more pages
+        As many as the token budget allows, what is cached left out, no user twice, and no more pages
         than there are.
         """
-        tokens = np.cumsum(waiting.history_length.astype(np.int64) + self.config.candidates)
+        some = waiting[: self.config.token_budget // self.config.candidates + 1]
+        lengths = some.history_length.astype(np.int64)
+        tokens = np.cumsum(lengths - self._reusable(some)[1] + self.config.candidates)
         most = max(int(np.searchsorted(tokens, self.config.token_budget, side="right")), 1)
-        return int(self.kv.split(waiting.user[:most], waiting.history_length[:most])[0].size)
+        return int(self.kv.split(some.user[:most], lengths[:most])[0].size)
 
     def execute(self, requests: Requests, waiting: Requests, now_s: float) -> Executed:
         """Run one batch to its completion.
@@ -284,14 +286,22 @@ class LiveNode:
         if len(waiting):
             some = waiting[: self.first_batch(waiting)]
             lengths = some.history_length.astype(np.int64)
-            window = self._histories.window(some.user, lengths, some.new_items.astype(np.int64))
-            cached = self.kv.cached_tokens(some.user).astype(np.int64)
-            same = window.edits == self._histories.edits(some.user)
-            cached = np.where(same, np.minimum(cached, lengths), 0)
+            window, cached = self._reusable(some)
             self.refill.prefetch(
                 self._keys(some.user, window, cached, lengths, self._served + ahead)
             )
         self.refill.step(now_s, self.last_p99_ms)
+
+    def _reusable(self, requests: Requests) -> tuple[Window, Ints]:
+        """Windows of requests that wait, and the tokens [n] whose K and V would be reused now.
+
+        Nothing changes. Of a user that stands there twice, both see what is cached now.
+        """
+        lengths = requests.history_length.astype(np.int64)
+        window = self._histories.window(requests.user, lengths, requests.new_items.astype(np.int64))
+        cached = self.kv.cached_tokens(requests.user).astype(np.int64)
+        same = window.edits == self._histories.edits(requests.user)
+        return window, np.where(same, np.minimum(cached, lengths), 0)
 
     def _finish(self) -> None:
         """Wait until the batch has completed on the device."""

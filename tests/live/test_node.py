@@ -140,3 +140,16 @@ def test_closing_twice_is_allowed() -> None:
     node = LiveNode(CONFIG)
     node.close()
     node.close()
+
+
+def test_batches_keep_to_the_token_budget_and_cached_tokens_do_not_count() -> None:
+    node, requests = node_with(0), some_requests(8.0, seed=4, hot_share=0.9)
+    most, computed = 0, []
+    while len(requests):
+        count = node.first_batch(requests)
+        done = node.execute(requests[:count], requests[:0], float(requests.arrival_s[0]))
+        computed.append((count, int(done.computed.sum())))
+        most = max(most, int(requests.history_length[:count].sum()))
+        requests = requests[count:]
+    assert all(tokens <= CONFIG.token_budget for count, tokens in computed if count > 1)
+    assert most > CONFIG.token_budget  # would not have fitted, had it not been cached
