@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.steps import towards
 from hlem_env.controller import Decision
-from hlem_env.mdp import ACTIONS_CENTI
 from hlem_env.telemetry import EpochStats
 
 
@@ -22,8 +22,5 @@ class WorkingSetRule:
 
     def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
         """A step towards 1 - working set, from the epoch's stats."""
-        alpha_centi = round(100 * stats.alpha_target)
-        wanted = round(100 * (1.0 - stats.working_set))
-        largest = max(ACTIONS_CENTI)
-        step = min(max(wanted - alpha_centi, -largest), largest)
-        return Decision(alpha_centi + step, f"working set {stats.working_set:.3f}")
+        alpha_centi = towards(stats, 100 * (1.0 - stats.working_set))
+        return Decision(alpha_centi, f"working set {stats.working_set:.3f}")
