@@ -47,13 +47,23 @@ class Optimum(NamedTuple):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _service_moments(  # type: ignore[no-untyped-def]
+def service_moments(  # type: ignore[no-untyped-def]
     curve, compute, hot_share, hot_pages, pool_pages, rows_per_page, history, new_items,
     candidates, tables, overhead_ms, append_tokens, missed_row_ms, resident_row_ms,
 ):  # fmt: skip
-    """Mean and second moment of the service time [2, 101] at every alpha.
+    """Mean and second moment of the service time [2, 101] at every alpha, in closed form.
 
     Hot users fill the KV cache first and nobody else's entries are reused.
+
+    Args:
+        curve, compute: of `hit_rates.distinct_curve` and `HardwareProfile.compute_table`.
+        hot_share: of requests.
+        hot_pages, pool_pages: pages of the hot users' entries and of the pool.
+        rows_per_page: rows of one table for a page, all tables having as many.
+        history, new_items, candidates: tokens of a request.
+        tables: embedding tables.
+        overhead_ms, append_tokens: of the hardware profile.
+        missed_row_ms, resident_row_ms: to read a row from the host and from HBM.
     """
     moments = np.empty((2, 101))
     tokens = np.array([new_items + candidates, history + candidates])
@@ -125,7 +135,7 @@ def _closed_form(
     users = config.hot_users(np.array(hot_share))
     return np.stack(
         [
-            _service_moments(
+            service_moments(
                 distinct_curve(catalogue.rows_per_table, catalogue.zipf), compute, share,
                 float(hot * entry), float(node.pool_pages),
                 node.page_bytes / catalogue.row_bytes / catalogue.tables,
