@@ -1,0 +1,261 @@
+"""The recovery controller: in a burst it takes over from the controller that it wraps (paper, Eq. 8)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.controller import Controller, Decision
+from hlem_env.errors import require, require_choice
+from hlem_env.mdp import EMA_EPOCHS, MdpConfig, observe
+from hlem_env.telemetry import EpochStats
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """Of the recovery controller."""
+
+    NORMAL = "normal"
+    BURST = "burst"
+    RECOVERING = "recovering"
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """When a burst begins and ends, and what is done in it.
+
+    Raises:
+        ArgumentError: naming the field and what is allowed.
+    """
+
+    detector: str = "p99"
+    threshold_sigmas: float = 3.0
+    """A burst begins when P99 is above EMA + this x sigma."""
+    end_sigmas: float = 1.0
+    """It ends when P99 is not above EMA + this x sigma."""
+    sigma_floor_slos: float = 0.05
+    """Least sigma, in SLOs: on a perfectly steady service every ripple would be a burst."""
+    hot_share: float = 0.2
+    """Above it alpha moves towards KV in a burst; else it holds."""
+    step_centi: int = 6
+    """The move towards KV, hundredths an epoch."""
+    most_epochs: int = 6
+    """Of a burst, and of the recovering after it."""
+    calm_epochs: int = 2
+    """Epochs in a row within EMA + end_sigmas x sigma that end the recovering."""
+
+    def __post_init__(self) -> None:
+        require_choice("detector", self.detector, DETECTORS)
+        require(
+            0 <= self.end_sigmas <= self.threshold_sigmas,
+            "end_sigmas",
+            self.end_sigmas,
+            f"0 to threshold_sigmas ({self.threshold_sigmas})",
+        )
+        require(self.sigma_floor_slos > 0, "sigma_floor_slos", self.sigma_floor_slos, "above 0")
+        require(1 <= self.step_centi <= 100, "step_centi", self.step_centi, "1 to 100")
+        require(self.most_epochs >= 1, "most_epochs", self.most_epochs, "at least 1")
+        require(self.calm_epochs >= 1, "calm_epochs", self.calm_epochs, "at least 1")
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A change of state, with the numbers that made it."""
+
+    epoch: int
+    """Decisions since the episode's start."""
+    before: State
+    after: State
+    p99_ms: float
+    ema_ms: float
+    sigma_ms: float
+    hot_share: float
+    alpha_centi: int
+    """In force during the epoch."""
+
+
+class Detector(Protocol):
+    """Says whether an epoch is far from, or back at, what it has learnt as usual."""
+
+    @property
+    def ema_ms(self) -> float:
+        """Usual P99; negative before anything is learnt."""
+
+    @property
+    def sigma_ms(self) -> float:
+        """Usual deviation of P99."""
+
+    def surges(self, stats: EpochStats) -> bool:
+        """Whether the epoch begins a burst."""
+
+    def is_calm(self, stats: EpochStats) -> bool:
+        """Whether the epoch is as usual."""
+
+    def learn(self, stats: EpochStats) -> None:
+        """Take the epoch into what is usual."""
+
+
+class P99Detector:
+    """Eq. 8: P99 against its exponential mean and deviation over 10 epochs.
+
+    Until the first epoch is learnt, nothing surges.
+    """
+
+    def __init__(self, settings: RecoverySettings, slo_ms: float) -> None:
+        self.settings = settings
+        self._ema_ms = -1.0
+        self._floor_ms = settings.sigma_floor_slos * slo_ms
+        self._variance = 0.0
+
+    @property
+    def ema_ms(self) -> float:
+        """Exponential mean; -1 before the first epoch."""
+        return self._ema_ms
+
+    @property
+    def sigma_ms(self) -> float:
+        """Deviation, not below the floor."""
+        return max(float(np.sqrt(self._variance)), self._floor_ms)
+
+    def surges(self, stats: EpochStats) -> bool:
+        """P99 above EMA + threshold."""
+        return 0.0 <= self.ema_ms < stats.p99_ms - self.settings.threshold_sigmas * self.sigma_ms
+
+    def is_calm(self, stats: EpochStats) -> bool:
+        """P99 at or below EMA + end_sigmas x sigma."""
+        return stats.p99_ms <= self.ema_ms + self.settings.end_sigmas * self.sigma_ms
+
+    def learn(self, stats: EpochStats) -> None:
+        """West's recursion for an exponentially weighted mean and variance."""
+        if self._ema_ms < 0.0:
+            self._ema_ms = stats.p99_ms
+            return
+        weight = 2.0 / (EMA_EPOCHS + 1)
+        difference = stats.p99_ms - self.ema_ms
+        self._ema_ms += weight * difference
+        self._variance = (1.0 - weight) * (self._variance + weight * difference**2)
+
+
+DETECTORS = {"p99": P99Detector}
+"""Kinds of burst watch, by name."""
+
+
+class WithRecovery:
+    """Any controller, with recovery from bursts around it.
+
+    In a burst the wrapped controller is not asked. If more than `hot_share` of the requests are from
+    hot users, alpha moves towards KV by `step_centi` an epoch, else it holds. The burst ends when P99
+    is back within EMA + sigma, or after 6 epochs. Then, recovering, the wrapped controller decides
+    again and no new burst begins until P99 has stayed there for two epochs, or for 6 epochs: this
+    hysteresis lets a level that has come to stay become the usual one. Epochs of a burst are not
+    learnt, those of the recovering are.
+
+    Args:
+        controller: decides outside bursts, at its own period.
+        settings: see there.
+        config: SLO, which scales the floor of sigma, and scales of the state, for a controller with
+            a period of several epochs; None is the default, with eight features.
+        name: for tables; None appends "+RC" to the controller's.
+    """
+
+    period = 1
+
+    def __init__(
+        self,
+        controller: Controller,
+        settings: RecoverySettings | None = None,
+        config: MdpConfig | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.controller = controller
+        self.settings = settings or RecoverySettings()
+        self.config = config or MdpConfig(features="working_set")
+        self.name = name or f"{controller.name}+RC"
+        self.initial_alpha_centi = controller.initial_alpha_centi
+        if hasattr(controller, "on_tick"):
+            self.on_tick = self._on_tick
+        self._restart()
+
+    def _restart(self) -> None:
+        self.state = State.NORMAL
+        self.transitions: list[Transition] = []
+        self.detector: Detector = DETECTORS[self.settings.detector](
+            self.settings, self.config.slo_ms
+        )
+        self._epoch = self._in_state = self._calm = 0
+        self._seen: EpochStats | None = None
+        self._unasked = 0
+
+    def reset(self, seed: int) -> None:
+        """Forget baseline and transitions, and reset the controller."""
+        self.controller.reset(seed)
+        self._restart()
+
+    def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
+        """The controller's decision, or recovery's in a burst.
+
+        A controller with a period of several epochs is asked after so many, on their merged stats;
+        epochs of a burst count.
+        """
+        self._epoch += 1
+        self._in_state += 1
+        self._unasked += 1
+        self._seen = stats if self._seen is None else self._seen.merge(stats)
+        self._watch(stats)
+        alpha_centi = round(100 * stats.alpha_target)
+        if self.state is State.BURST:
+            if self._unasked >= self.controller.period:
+                self._seen, self._unasked = None, 0
+            if stats.hot_share > self.settings.hot_share:
+                alpha_centi -= self.settings.step_centi
+            return Decision(alpha_centi, self._say("burst", stats))
+        if self._unasked < self.controller.period:
+            return Decision(alpha_centi, f"between decisions of {self.controller.name}")
+        if self.controller.period > 1:
+            observation = observe(self._seen, self.config)[: len(observation)]
+        decision = self.controller.decide(observation, self._seen)
+        self._seen, self._unasked = None, 0
+        return decision
+
+    def _on_tick(self, stats: EpochStats) -> Decision | None:
+        if self.state is State.BURST:
+            return None
+        decision: Decision | None = self.controller.on_tick(stats)  # type: ignore[attr-defined]
+        return decision
+
+    def _watch(self, stats: EpochStats) -> None:
+        """Change the state where the epoch says so; learn the epoch unless it is a burst's."""
+        settings, calm = self.settings, self.detector.is_calm(stats)
+        if self.state is State.NORMAL:
+            if self.detector.surges(stats):
+                self._go(State.BURST, stats)
+        elif self.state is State.BURST and (calm or self._in_state >= settings.most_epochs):
+            self._go(State.RECOVERING, stats)
+        if self.state is State.RECOVERING:
+            self._calm = self._calm + 1 if calm else 0
+            if self._calm >= settings.calm_epochs or self._in_state >= settings.most_epochs:
+                self._go(State.NORMAL, stats)
+        if self.state is not State.BURST:
+            self.detector.learn(stats)
+
+    def _go(self, state: State, stats: EpochStats) -> None:
+        transition = Transition(
+            self._epoch, self.state, state, stats.p99_ms, self.detector.ema_ms,
+            self.detector.sigma_ms, stats.hot_share, round(100 * stats.alpha_target),
+        )  # fmt: skip
+        self.transitions.append(transition)
+        logger.info("%s to %s: %s", self.state.value, state.value, self._say(self.name, stats))
+        self.state, self._in_state, self._calm = state, 0, 0
+
+    def _say(self, what: str, stats: EpochStats) -> str:
+        return (
+            f"{what}, epoch {self._epoch}: P99 {stats.p99_ms:.1f} ms, EMA {self.detector.ema_ms:.1f},"
+            f" sigma {self.detector.sigma_ms:.1f}, hot share {stats.hot_share:.2f},"
+            f" alpha {stats.alpha_target:.2f}"
+        )
