@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -37,6 +38,13 @@ def machine() -> dict[str, Any]:
 def command(module: str) -> str:
     """The command line of this process, which ran `python -m MODULE`."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def git_revision() -> str:
+    """Revision of the code, or "unknown" outside a checkout."""
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def write_result(path: str | Path, command: str, payload: Mapping[str, Any]) -> None:

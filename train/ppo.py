@@ -8,7 +8,6 @@ last reward, and no step is spent on a reset. docs/training.md explains every lo
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from tqdm import tqdm
 import hlem_env
 from agents.actor_critic import ActorCritic
 from hlem_env.errors import ArgumentError, ArtefactError, require
+from hlem_env.machine import git_revision
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
 from hlem_env.scenario import Scenario, TrainingDomain
 from serving_bridge.policy import export_policy
@@ -184,13 +184,6 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
             adam.setdefault(int(index), {})[name] = value
     optimizer.load_state_dict(optimizer.state_dict() | {"state": adam})
     return progress
-
-
-def git_revision() -> str:
-    """Revision of the code, or "unknown" outside a checkout."""
-    root = Path(__file__).resolve().parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def train(args: Args) -> Path:
