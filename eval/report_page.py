@@ -295,6 +295,11 @@ def _workload(section: Section) -> str:
         " intervals below. Lowest P99 first; headings sort.</p>",
         _table(headings, rows, sortable=True),
     ]
+    for name, fault in (cell.get("failed") or {}).items():
+        parts.append(
+            f'<p class="warn">{escaped(name)} failed on {len(fault["seeds"])} of'
+            f" {len(cell['seeds'])} seeds and has no row: {escaped(fault['reason'])}.</p>"
+        )
     for name in cell.get("bound_violations") or []:
         parts.append(
             f'<p class="warn">{escaped(name)} has a lower P99 than the reachable oracle on a seed:'

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from agents.actor_critic import ActorCritic
+from eval.lineup import resolve
+from eval.records import Record
+from eval.unit import Unit, run_unit
 from hlem_env.mdp import MdpConfig
+from hlem_env.scenario import Scenario
 from serving_bridge.policy import export_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +77,21 @@ def test_examples_run(
 
 def test_the_pages_have_examples() -> None:
     pages = {page.name for page in PAGES if blocks(page, "python")}
-    assert {"README.md", "adding-a-controller.md"} <= pages
+    assert {"README.md", "controllers.md"} <= pages
+
+
+def test_a_new_controller_needs_one_file(workplace: Path) -> None:
+    """The page's example, saved as the page says, runs in a comparison by its dotted path."""
+    page = ROOT / "docs" / "controllers.md"
+    (workplace / "my_rule.py").write_text(blocks(page, "python")[0])
+    named = "my_rule:HotShareRule"
+    assert any(named in line for line in blocks(page, "sh"))
+    scenario = Scenario.parse("trend", episode_epochs=12)
+    unit = Unit(scenario, 1, 50, resolve((named,)), (), 5.0, False, 4, 1, str(workplace / "out"))
+    result = run_unit(unit)
+    assert not result["failed"]
+    record = Record.load(workplace / "out" / result["rows"]["hot-share rule"]["record"])
+    assert record.alpha_centi[0] == 50 and len(set(record.alpha_centi)) > 3
 
 
 @pytest.mark.parametrize("line", commands())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import compare, report, report_page
+from eval import cells, lineup, report, report_page, unit
 from eval.figures import RAMP, SERIES, alpha_star_summary, by_hot_share, smoothed
 from eval.records import Record
 from eval.report import load_results, read_learning, step_of_share, write_picture, write_report
@@ -22,11 +22,11 @@ NASTY = '<img src=x onerror="alert(1)">&$x_1$.csv'
 MOVING = ("working-set rule", "ppo-only", "ppo-only (working set) [Eq. 5]", "<b>own</b>")
 NAMES = (
     "static 0.10",
-    compare.BEST_STATIC,
-    compare.DESIGN_POINT,
+    lineup.BEST_STATIC,
+    lineup.DESIGN_POINT,
     *MOVING,
-    compare.REACHABLE,
-    compare.ALPHA_STAR,
+    unit.REACHABLE,
+    unit.ALPHA_STAR,
 )
 
 
@@ -63,7 +63,7 @@ def make_cell(output: Path, scenario: Scenario, star: bool = True) -> dict[str, 
             "record": files,
         }
     for columns in controllers.values():
-        columns["summary"] = compare.summarise(columns, controllers)
+        columns["summary"] = cells.summarise(columns, controllers)
     return {
         "workload": scenario.name,
         "kv_policy": scenario.kv_policy,
@@ -169,7 +169,7 @@ class Reader(HTMLParser):
 
 
 def test_names_of_the_references_are_those_of_the_comparison() -> None:
-    theirs = (compare.BEST_STATIC, compare.DESIGN_POINT, compare.ALPHA_STAR, compare.REACHABLE)
+    theirs = (lineup.BEST_STATIC, lineup.DESIGN_POINT, unit.ALPHA_STAR, unit.REACHABLE)
     assert theirs == (
         report_page.BEST_STATIC,
         report_page.DESIGN_POINT,
@@ -230,7 +230,7 @@ def test_a_saturated_cell_has_no_figures(page: str) -> None:
 def test_nothing_is_compared_with_a_saturated_reference(output: Path) -> None:
     results = json.loads((output / "results.json").read_text())
     controllers = results["cells"][0]["controllers"]
-    controllers[compare.BEST_STATIC]["summary"]["saturated"] = True
+    controllers[lineup.BEST_STATIC]["summary"]["saturated"] = True
     (output / "results.json").write_text(json.dumps(results))
     row = next(row for row in Reader(page_of(output)).rows if row[0].startswith("ppo-only"))
     assert row[5] == row[6] == "–"
@@ -262,7 +262,7 @@ def test_missing_records_are_named(output: Path) -> None:
     gone.unlink()
     damaged = output / cell["controllers"]["working-set rule"]["record"][0]
     damaged.write_text("{")
-    uneven = output / cell["controllers"][compare.BEST_STATIC]["record"][0]
+    uneven = output / cell["controllers"][lineup.BEST_STATIC]["record"][0]
     uneven.write_text(json.dumps(json.loads(uneven.read_text()) | {"p99_ms": [1.0]}))
     page = page_of(output)
     assert "course of ppo-only: cannot read" in page
