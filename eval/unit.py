@@ -123,9 +123,9 @@ def run_unit(unit: Unit) -> dict[str, Any]:
         # All controllers see the same requests, so any record has the course's hot share.
         result["alpha_star"] = alpha_star_summary(star.alphas_centi, star.p99_ms, hot_share)
     unit.file.parent.mkdir(parents=True, exist_ok=True)
-    partial = unit.file.with_suffix(".part")
-    partial.write_text(json.dumps(result))
-    partial.replace(unit.file)
+    unfinished = unit.file.with_suffix(".part")
+    unfinished.write_text(json.dumps(result))
+    unfinished.replace(unit.file)
     return result
 
 

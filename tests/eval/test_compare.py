@@ -7,7 +7,7 @@ from eval.cells import collect
 from eval.compare import Args, plan_units, quick, workloads
 from eval.lineup import ALL, BEST_STATIC, DEFAULT, resolve
 from eval.records import Record, replay
-from eval.unit import Unit, run_unit
+from eval.unit import ALPHA_STAR, FORESEEN, REACHABLE, Unit, run_unit
 from hlem_env.errors import ArgumentError
 from hlem_env.scenario import Scenario
 
@@ -114,6 +114,19 @@ def test_the_decision_time_is_that_of_decide(unit: Unit) -> None:
     rows = run_unit(replace(unit, controllers=("my_controllers:Fine",)))["rows"]
     row = rows["fine"]
     assert 0 < row["decision_us_p50"] <= row["decision_us_p99"] < 5e6
+
+
+def test_oracles_run_beside_the_controllers_and_bound_them(unit: Unit) -> None:
+    names = ("working-set", "oracles")
+    result = run_unit(replace(unit, controllers=names, oracles=True, star_step_centi=8))
+    assert set(result["rows"]) == {
+        BEST_STATIC, "working-set rule", REACHABLE, ALPHA_STAR, FORESEEN,
+    }  # fmt: skip
+    assert result["rows"][ALPHA_STAR]["gap"] == 0.0
+    cell = collect([unit], [result])[0]
+    assert cell["bound_violations"] == []
+    p99 = {name: columns["p99_ms"][0] for name, columns in cell["controllers"].items()}
+    assert p99[REACHABLE] <= min(p99[BEST_STATIC], p99["working-set rule"])
 
 
 def test_finished_units_are_found_by_what_they_depend_on(unit: Unit) -> None:
