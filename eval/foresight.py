@@ -22,8 +22,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from agents.oracle import Planned
-from eval.compare import FIRST_SEED, GRID, mdp_config
+from eval.compare import FIRST_SEED
 from eval.statistics import Estimate, ratio_of_means
+from eval.unit import GRID, mdp_config
 from hlem_env.backend import Runner, run_controller
 from hlem_env.errors import HlemError, require
 from hlem_env.machine import command, write_result

@@ -22,6 +22,7 @@ from hlem_env.backend import Runner
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
 from hlem_env.scenario import Scenario, TrainingDomain
 from hlem_env.surrogate.optimum import alpha_star
+from hlem_env.workload.regimes import REGIMES
 
 FIRST_SEED = 50_000
 """Of the labelled episodes: apart from those of PPO's training, of tuning and of every evaluation."""
@@ -64,7 +65,9 @@ def mdp_config(scenario: Scenario) -> MdpConfig:
 def label_episode(plan: LabelPlan, index: int) -> Labelled:
     """States and labels of course `index`, alpha* from the cache where it is there."""
     rng = np.random.default_rng(FIRST_SEED + index)
-    scenario = TrainingDomain().sample(Scenario(episode_epochs=plan.epochs), rng)
+    # Each regime as often: PPO's weights are for its own learning.
+    domain = TrainingDomain(regimes=REGIMES)
+    scenario = domain.sample(Scenario(episode_epochs=plan.epochs), rng)
     config = mdp_config(scenario)
     backend = scenario.build()
     seed = FIRST_SEED + index

@@ -31,6 +31,7 @@ from hlem_env.controller import Controller
 from hlem_env.errors import HlemError, require, require_choice
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario, TrainingDomain
+from hlem_env.workload.regimes import REGIMES
 from serving_bridge.recovery import RecoverySettings, WithRecovery
 from train.forecasters import LstmTraining, Samples, TreeTraining, split, train_lstm, train_trees
 from train.labels import LabelPlan, label, mdp_config
@@ -218,7 +219,7 @@ def courses(args: Args) -> Iterator[tuple[Scenario, int]]:
     domain = TrainingDomain()
     for i in range(args.courses):
         rng = np.random.default_rng(FIRST_SEED + i)
-        regime = domain.regimes[i % len(domain.regimes)]
+        regime = REGIMES[i % len(REGIMES)]
         base = Scenario(episode_epochs=args.epochs)
         yield replace(domain, regimes=(regime,)).sample(base, rng), FIRST_SEED + i
 
