@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """A live node: it executes HSTU for batches of requests, out of one pool for both caches.
 
 One batch goes through
@@ -179,9 +180,10 @@ class LiveNode:
             keys = self._keys(requests.user, window, cached, lengths, self._served)
             rows = self.embedding.lookup(keys, now_s)
             self._counters.copy_(self.embedding.state.counters, non_blocking=True)
+            looked_up = self.refill.mark()
             scores = self._scores(rows, batch, lengths)
-            self._work_ahead(waiting, len(requests), now_s)
-            self._finish()
+            self._prefetch(waiting, len(requests), looked_up)
+            self._finish(now_s - start_s)
         except BaseException:
             self.kv.abort(batch)
             raise
@@ -276,21 +278,20 @@ class LiveNode:
         scores: Tensor = self.model(rows.sum(1), batch, paged)
         return scores
 
-    def _work_ahead(self, waiting: Requests, ahead: int, now_s: float) -> None:
-        """While the device computes: fetch rows of the requests that come next, and warm pages.
+    def _prefetch(self, waiting: Requests, ahead: int, after: torch.cuda.Event | None) -> None:
+        """Plan the missing rows of the requests that come next, behind this batch's lookup alone.
 
         On a CPU nothing computes meanwhile, so that waiting requests would only wait longer.
         """
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or len(waiting) == 0:
             return
-        if len(waiting):
-            some = waiting[: self.first_batch(waiting)]
-            lengths = some.history_length.astype(np.int64)
-            window, cached = self._reusable(some)
+        some = waiting[: self.first_batch(waiting)]
+        lengths = some.history_length.astype(np.int64)
+        window, cached = self._reusable(some)
+        with self.refill.aside(after):
             self.refill.prefetch(
                 self._keys(some.user, window, cached, lengths, self._served + ahead)
             )
-        self.refill.step(now_s, self.last_p99_ms)
 
     def _reusable(self, requests: Requests) -> tuple[Window, Ints]:
         """Windows of requests that wait, and the tokens [n] whose K and V would be reused now.
@@ -303,10 +304,19 @@ class LiveNode:
         same = window.edits == self._histories.edits(requests.user)
         return window, np.where(same, np.minimum(cached, lengths), 0)
 
-    def _finish(self) -> None:
-        """Wait until the batch has completed on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def _finish(self, clock_offset_s: float) -> None:
+        """Wait until the batch has completed on the device; meanwhile rows are moved ahead.
+
+        Args:
+            clock_offset_s: of the workload's clock to the host's.
+        """
+        if self.device.type == "cpu":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        while not done.query():
+            if not self.refill.idle:
+                self.refill.step(time.perf_counter() + clock_offset_s, self.last_p99_ms)
 
     def _kv_pages(self, tokens: Ints) -> Ints:
         return self.kv.layout.pages(tokens, self.kv.blocks_per_page)

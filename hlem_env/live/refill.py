@@ -13,9 +13,11 @@ ended it, so a buffer that is handed out too early would show.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,6 +185,24 @@ class Refill:
     def insert(self, rows: Tensor) -> None:
         """Warm free slots with these rows, int64 [n]; resident, repeated and negative ones are left out."""
         self._plan(rows, prefetch=False)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Where the current stream is now, for `aside`."""
+        if self._stream is None:
+            return None
+        here = torch.cuda.Event()
+        here.record()
+        return here
+
+    def aside(self, after: torch.cuda.Event | None) -> Any:
+        """A context on the stream of the transfers, behind a `mark`; on a CPU it does nothing.
+
+        What is planned there does not wait for what the serving stream was given since.
+        """
+        if self._stream is None or after is None:
+            return contextlib.nullcontext()
+        self._stream.wait_event(after)
+        return torch.cuda.stream(self._stream)
 
     def prefetch(self, keys: Tensor) -> None:
         """Fetch what is missing of the keys, int64 [n], of requests that wait."""
