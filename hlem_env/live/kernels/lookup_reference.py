@@ -198,6 +198,13 @@ def insert(
     _add(state, counter, len(rows))
 
 
+def give_up(state: CacheState, emptied: Tensor) -> None:
+    """Slots, int64 [m] in order, go: as many of the lowest rows are evicted and the others moved."""
+    moves, source, target = shrink(state, emptied)
+    move(state, moves, source, target)
+    set_owned(state, emptied, False)
+
+
 def shrink(state: CacheState, emptied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Give up slots: evict as many of the lowest rows as must go, and say which of the rest to move.
 
@@ -209,27 +216,34 @@ def shrink(state: CacheState, emptied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         `moves`, int64 scalar; `source` and `target`, int64 [m + 1], of which the first `moves`
-        count: rows to move out of the emptied slots, and free slots elsewhere.
+        count: emptied slots that still hold a row, and free slots elsewhere, each in order.
     """
     m = len(emptied)
-    score, slots = state.score, len(state.stamp)
-    lowest = torch.topk(score, m, largest=False, sorted=False).indices
-    vacated = torch.zeros(slots, dtype=torch.bool, device=score.device)
-    vacated.index_fill_(0, lowest, True)
-    inside = torch.zeros_like(vacated)
+    victims = lowest(state.score, m)
+    inside = torch.zeros(len(state.stamp), dtype=torch.bool, device=emptied.device)
     inside.index_fill_(0, emptied, True)
-    gone = state.row_of[lowest]
+    gone = state.row_of[victims]
     if state.counted:
-        kept = torch.where(gone >= 0, state.count[lowest], 0.0)
+        kept = torch.where(gone >= 0, state.count[victims], 0.0)
         state.remember(gone.clamp(min=0), kept)
     state.index.remove(gone)
     evicted = (gone >= 0).sum()
     state.counters[EVICTED] += evicted
     state.counters[SHRUNK] += evicted
-    _clear(state, lowest)
-    source, moves = _compact(emptied, ~vacated[emptied])
-    target, _ = _compact(lowest, ~inside[lowest])
+    _clear(state, victims)
+    source, moves = _compact(emptied, state.row_of[emptied] >= 0)
+    target, _ = _compact(victims, ~inside[victims])
     return moves, source, target
+
+
+def lowest(score: Tensor, k: int) -> Tensor:
+    """The k slots with the lowest scores [slots], int64 [k], in order of the slot; of equals the first."""
+    if k == 0:
+        return torch.empty(0, dtype=torch.int64, device=score.device)
+    last = torch.topk(score, k, largest=False, sorted=False).values.amax()
+    below, equal = score < last, score == last
+    taken = below | (equal & (equal.cumsum(0) <= k - below.sum()))
+    return _compact(torch.arange(len(score), device=score.device), taken)[0][:k]
 
 
 def move(state: CacheState, moves: Tensor, source: Tensor, target: Tensor) -> None:
