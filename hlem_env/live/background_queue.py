@@ -3,9 +3,16 @@
 
 `lookup_reference.VictimQueue` says why an old queue is still right: an entry whose score has changed
 is passed over, and every other one comes before all that is not queued. What an old queue can be is
-too short; rows that find no victim are then served and not inserted. For batches of up to 65,536
-keys that cannot happen: the queue is sorted anew, if need be on the path, before it can run short.
-For larger ones the length follows the misses of late, four times over.
+too short. The host, which may be far ahead of the device, rules that out: a batch of n keys
+invalidates at most n entries, by hits or by eviction, so it counts the keys given to the device since
+a queue was begun, and has the device wait for a longer one before the valid entries could be fewer
+than a batch needs. What the device itself has counted, as far as the host has heard of it, makes the
+bound tighter: queues are then begun more seldom.
+
+Exact: every missing row of a batch gets a victim as long as there are slots that the batch has not
+used, and by stamps no victim was used after a slot that stays. Not exact: among slots that were last
+used by a batch that ran while the queue was made, the order is not always that of the slot; and of
+decayed counts, see `VictimQueue`: rows inserted since the queue was begun are exempt, for 16 batches.
 """
 
 from __future__ import annotations
@@ -15,14 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hlem_env.live.cache_state import CacheState
+from hlem_env.live.cache_state import LAST_UNIQUE, QUEUE_NUMBER, VALID_UNTIL, CacheState
 
-EXACT_KEYS = 2**16
 LENGTH_MIN = 2**18
 CAPACITY_SHARE = 8
 """The queue holds at least 1/8 of the slots."""
-SORT_ALL_SLOTS = 2**22
-"""Below so many slots all are sorted, and equal scores come in order of the slot."""
+BATCHES_MIN = 5
+"""And enough for so many batches of late, whatever they ask for."""
+BATCHES_AHEAD = 3
+"""The next queue is begun when this one may be too short for so many."""
+AUDIT_BATCHES = 8
+"""The device counts valid entries when there may be too few for so many batches."""
 COUNTED_BATCHES = 16
 """Decayed counts: batches until rows inserted since may be victims."""
 
@@ -30,93 +40,90 @@ COUNTED_BATCHES = 16
 class BackgroundQueue:
     """Builds queues in the background, and hands over the latest.
 
+    A queue of k entries that was begun when `given` keys had been given to the device has at least
+    k + given - (keys given until now) valid ones. k + given is what the code calls `until`.
+
     Args:
         state: of the cache.
-        chain: of kernels, which reads `queue_slot` and `queue_score`.
+        chain: of kernels; what it knows of the queue is set here.
+        slots: finds the lowest scores.
+        stream: to sort on.
     """
 
-    def __init__(self, state: CacheState, chain: Any) -> None:
-        self.state, self.chain = state, chain
-        self.stream = torch.cuda.Stream(state.stamp.device)
+    def __init__(
+        self, state: CacheState, chain: Any, slots: Any, stream: torch.cuda.Stream
+    ) -> None:
+        self.state, self.chain, self.slots, self.stream = state, chain, slots, stream
         self.builds = 0
-        self._pending: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[tuple[Tensor, ...], torch.cuda.Event] | None = None
+        self._pending_until = 0
         self._must = False
-        self._sure = 0  # entries that are valid whatever happened since the queue in use was begun
-        self._sure_pending = 0
+        self._until = 0
         self._age = 0
-        self._peak = 0.0
-        self._low = 2**62
+        self._missed = False
+        self._keys = 0.0  # of a batch, of late at most
 
-    def observe(self, unique: int, valid: int) -> None:
-        """Learn the distinct misses of a batch of late, and the entries that were valid then."""
-        self._peak = max(float(unique), 0.9 * self._peak)
-        self._low = valid
+    def observe(self, counters: list[int]) -> None:
+        """Learn what the device has counted."""
+        self._missed |= counters[LAST_UNIQUE] > 0
+        if counters[QUEUE_NUMBER] == self.chain.queue_number:
+            self._until = max(self._until, counters[VALID_UNTIL])
 
-    def build(self, capacity: int) -> torch.cuda.Event:
-        """Begin a new queue, after all that the current stream was given; returns its event."""
-        here = torch.cuda.current_stream(self.state.stamp.device)
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_stream(here)
-            return self._build(capacity)
-
-    def rebuild_here(self, capacity: int) -> torch.cuda.Event:
-        """The same behind work that the queue's own stream was given; the next batch waits for it."""
-        self._must = True
-        with torch.cuda.stream(self.stream):
-            return self._build(capacity)
+    def pass_by(self, n: int) -> None:
+        """Count n keys that are looked up without victims."""
+        self.chain.given += n
 
     def prepare(self, n: int, capacity: int) -> None:
         """Before a batch of n keys: take over what is ready, and see that it is long enough."""
-        if self._pending is not None and (self._must or self._pending[2].query()):
+        self._keys = max(float(n), 0.9 * self._keys)
+        if self._pending is not None and (self._must or self._pending[1].query()):
             self._adopt()
-        if n <= EXACT_KEYS and self._sure < min(n, capacity):
-            if self._pending is None or self._sure_pending < min(n, capacity):
-                self.build(capacity)
+        enough = self.chain.given + min(n, capacity)
+        if self._until < enough:
+            if self._pending is None or self._pending_until < enough:
+                self.build(capacity, beside=False)
             self._adopt()
-        self._sure -= n
-        self._sure_pending -= n
+        self.chain.audit = self._until < self.chain.given + AUDIT_BATCHES * n
+        self.chain.given += n
         self._age += 1
 
     def replenish(self, n: int, capacity: int) -> None:
         """After a batch of n keys: begin the next queue when this one may soon be too short."""
-        if self._pending is not None:
-            return
-        short = n <= EXACT_KEYS and self._sure < min(4 * n, capacity)
-        short |= n > EXACT_KEYS and self._low < 3 * self._peak
-        short |= self.state.counted and self._age >= COUNTED_BATCHES and self._peak > 0
-        if short:
-            self.build(capacity)
+        short = self._until < self.chain.given + min(BATCHES_AHEAD * n, capacity)
+        old = self.state.counted and self._age >= COUNTED_BATCHES and self._missed
+        if self._pending is None and (short or old):
+            self.build(capacity, beside=True)
 
-    def _length(self, capacity: int) -> int:
-        wanted = max(LENGTH_MIN, capacity // CAPACITY_SHARE, int(4 * self._peak))
-        return min(wanted, capacity)
+    def build(self, capacity: int, beside: bool) -> None:
+        """Begin a new queue after all that the current stream was given, beside what comes next or not."""
+        here = torch.cuda.current_stream(self.state.stamp.device)
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_stream(here)
+            self._build(capacity, beside)
 
-    def _build(self, capacity: int) -> torch.cuda.Event:
-        # A copy first: lookups go on changing scores, and a selection in several passes needs one
-        # and the same.
-        snapshot = self.state.score.clone()
-        k = self._length(capacity)
-        if len(snapshot) <= SORT_ALL_SLOTS:
-            scores, slots = snapshot.sort(stable=True)
-            scores, slots = scores[:k], slots[:k]
-        else:
-            scores, slots = torch.topk(snapshot, k, largest=False, sorted=True)
+    def rebuild_here(self, capacity: int) -> None:
+        """The same on the queue's own stream, which is the current one; the next batch waits for it."""
+        self._must = True
+        self._build(capacity, beside=False)
+
+    def _build(self, capacity: int, beside: bool) -> None:
+        wanted = max(LENGTH_MIN, capacity // CAPACITY_SHARE, int(BATCHES_MIN * self._keys))
+        queue = self.slots.lowest_in_order(min(wanted, capacity), beside)
         event = torch.cuda.Event()
-        entries = slots.int()
         event.record()
-        self._pending = entries, scores, event
-        self._sure_pending = k
+        self._pending = queue, event
+        self._pending_until = len(queue[0]) + self.chain.given
         self.builds += 1
-        return event
 
     def _adopt(self) -> None:
         assert self._pending is not None
         here = torch.cuda.current_stream(self.state.stamp.device)
-        slots, scores, event = self._pending
+        queue, event = self._pending
         here.wait_event(event)
         # The allocator may give this memory to others once both streams are past it.
-        for tensor in (slots, scores):
+        for tensor in queue:
             tensor.record_stream(here)
-        self.chain.queue_slot, self.chain.queue_score = slots, scores
-        self._sure, self._pending, self._must, self._age = self._sure_pending, None, False, 0
-        self._low = 2**62
+        self.chain.queue_slot, self.chain.queue_score, self.chain.queue_head = queue
+        self.chain.queue_number += 1
+        self._until, self._pending, self._must = self._pending_until, None, False
+        self._age, self._missed = 0, False

@@ -6,6 +6,8 @@ are below every stamp and slots of other owners (FOREIGN) above, so that one com
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,38 @@ SKETCH_SHIFT = 36
 SKETCH_CELLS_MAX = 2**24
 
 LOOKED_UP, MISSED, UNIQUE, INSERTED, EVICTED, WARMED, INVALID = range(7)
-LAST_UNIQUE, LAST_VALID, SHRUNK = 7, 8, 9
-COUNTERS = 10
+LAST_UNIQUE, SHRUNK, VALID_UNTIL, QUEUE_NUMBER = 7, 8, 9, 10
+COUNTERS = 11
 """Places in `counters`: keys, keys not resident at the start of their batch, distinct ones of those,
 rows inserted by lookups, rows evicted by anything, rows inserted ahead, keys that do not exist; the
-last batch's distinct misses and valid entries of the victim queue; rows evicted by shrinking."""
+last batch's distinct misses; rows evicted by shrinking; what the last batch with misses knew of the
+victim queue that it used (`BackgroundQueue`), and that queue's number."""
+
+
+@dataclass(frozen=True)
+class CacheCounters:
+    """What the cache did since it was made."""
+
+    looked_up: int
+    """Keys."""
+    hit: int
+    """Keys whose row was resident when their batch began."""
+    unique_misses: int
+    """Rows fetched for lookups: of each batch's keys that did not hit, the distinct ones."""
+    inserted: int
+    """Of those, the ones that took a slot."""
+    warmed: int
+    """Rows inserted ahead of their use."""
+    evicted: int
+    evicted_by_shrinking: int
+    """Part of `evicted`."""
+    fetched_bytes: int
+    """Over the link, for lookups."""
+
+    def __sub__(self, before: CacheCounters) -> CacheCounters:
+        """What was done since `before`."""
+        mine, theirs = vars(self), vars(before)
+        return CacheCounters(**{name: mine[name] - theirs[name] for name in mine})
 
 
 class CacheState:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,19 +22,19 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hlem_env.errors import ArgumentError, BackendError, require, require_choice
-from hlem_env.live.background_queue import EXACT_KEYS, BackgroundQueue
+from hlem_env.live.cache_device import CacheDevice, DenseKernels
 from hlem_env.live.cache_state import (
     EVICTED,
     FREE,
     INSERTED,
     INVALID,
     LAST_UNIQUE,
-    LAST_VALID,
     LOOKED_UP,
     MISSED,
     SHRUNK,
     UNIQUE,
     WARMED,
+    CacheCounters,
     CacheState,
 )
 from hlem_env.live.host_tables import HostTables
@@ -48,6 +47,8 @@ FEW_MISSES = 1024
 """Up to so many expected misses the hits are copied by the kernel that finds them."""
 REBASE_HALF_LIVES = 48.0
 """Counts stay below 2^48 x lookups; float32 reaches 2^127."""
+WARM_ROWS = 2**16
+"""More rows than these are warmed in turns, which bounds the workspace."""
 
 
 class RowPool(Protocol):
@@ -59,32 +60,6 @@ class RowPool(Protocol):
 
     def view_rows(self, dim: int, dtype: torch.dtype) -> Tensor:
         """The memory as rows."""
-
-
-@dataclass(frozen=True)
-class CacheCounters:
-    """What the cache did since it was made."""
-
-    looked_up: int
-    """Keys."""
-    hit: int
-    """Keys whose row was resident when their batch began."""
-    unique_misses: int
-    """Rows fetched for lookups: of each batch's keys that did not hit, the distinct ones."""
-    inserted: int
-    """Of those, the ones that took a slot."""
-    warmed: int
-    """Rows inserted ahead of their use."""
-    evicted: int
-    evicted_by_shrinking: int
-    """Part of `evicted`."""
-    fetched_bytes: int
-    """Over the link, for lookups."""
-
-    def __sub__(self, before: CacheCounters) -> CacheCounters:
-        """What was done since `before`."""
-        mine, theirs = vars(self), vars(before)
-        return CacheCounters(**{name: mine[name] - theirs[name] for name in mine})
 
 
 class EmbeddingCache:
@@ -158,9 +133,10 @@ class EmbeddingCache:
         self._mine: NDArray[np.bool_] = np.zeros(pool.pages, np.bool_)
         self._batch = 0
         self._origin_s: float | None = None
-        self._device_side: _DeviceSide | None = None
+        self._device_side: CacheDevice | None = None
         if self.device.type == "cuda":
-            self._device_side = _DeviceSide(self.state, tables, isinstance(slots_index, DenseIndex))
+            self._device_side = CacheDevice(self.state, tables, self.rows_per_page)
+        self._dense = None if self._device_side is None else self._device_side.dense
 
     @property
     def pages(self) -> NDArray[np.int64]:
@@ -175,7 +151,7 @@ class EmbeddingCache:
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
         """The stream of grow, shrink and the victim queue; None on a CPU."""
-        return None if self._device_side is None else self._device_side.queue.stream
+        return None if self._device_side is None else self._device_side.stream
 
     @property
     def resident_rows(self) -> int:
@@ -206,8 +182,6 @@ class EmbeddingCache:
             BackendError: a lookup had keys that do not exist.
         """
         values = self.state.counters.tolist()
-        if self._device_side is not None:
-            values[LOOKED_UP] += self._device_side.looked_up
         _refuse_invalid(values[INVALID], self.tables.n_rows)
         return CacheCounters(
             looked_up=values[LOOKED_UP],
@@ -242,9 +216,8 @@ class EmbeddingCache:
             return torch.empty(0, self.tables.dim, dtype=self.tables.dtype, device=keys.device)
         self._batch += 1
         weight = self._weight(now)
-        side = self._device_side
-        if side is not None and side.chain is not None:
-            return self._lookup_by_chain(side, keys, weight)
+        if self._device_side is not None and self._dense is not None:
+            return self._lookup_by_kernels(self._device_side, self._dense, keys, weight)
         self._refuse_unknown(keys)
         began = time.perf_counter()
         out, fetched = reference.lookup(
@@ -253,19 +226,20 @@ class EmbeddingCache:
         self.wait_for_link(fetched, began)
         return out
 
-    def _lookup_by_chain(self, side: _DeviceSide, keys: Tensor, weight: float) -> Tensor:
-        n = keys.shape[0]
+    def _lookup_by_kernels(
+        self, side: CacheDevice, dense: DenseKernels, keys: Tensor, weight: float
+    ) -> Tensor:
+        n, capacity = keys.shape[0], self.capacity_rows
         values = side.poll()
         _refuse_invalid(values[INVALID], self.tables.n_rows)
-        side.queue.prepare(n, self.capacity_rows)
         if side.complete:
-            out: Tensor = side.chain.lookup_complete(keys, self._batch, weight)
-            side.looked_up += n
+            dense.queue.pass_by(n)
+            out: Tensor = dense.chain.lookup_complete(keys, self._batch, weight)
         else:
-            expected = values[LAST_UNIQUE]
-            beside = side.beside if expected > FEW_MISSES else None
-            out = side.chain.lookup(keys, self._batch, weight, expected, beside)
-            side.queue.replenish(n, self.capacity_rows)
+            dense.queue.prepare(n, capacity)
+            few = values[LAST_UNIQUE] <= FEW_MISSES
+            out = dense.chain.lookup(keys, self._batch, weight, few)
+            dense.queue.replenish(n, capacity)
         side.snapshot()
         return out
 
@@ -304,9 +278,8 @@ class EmbeddingCache:
             staged: int64 [n], written: the rows, -1 where one was left out.
             programs: on CUDA, at most so many thread blocks take part.
         """
-        side = self._device_side
-        if side is not None and side.chain is not None:
-            side.chain.gather(rows, values, staged, programs)
+        if self._dense is not None:
+            self._dense.chain.stage(rows, values, staged, programs)
             return
         known = rows.clamp(min=0)
         wanted = (rows >= 0) & (self.state.index.find(known) < 0)
@@ -334,8 +307,12 @@ class EmbeddingCache:
         require(bool(once), "pages", pages, "each page once, and none that the cache has")
         self._mine = mine
         self._pages = np.concatenate([self._pages, new])
+        side = self._device_side
         with self._aside():
-            reference.set_owned(self.state, self._slots(new), True)
+            if side is not None and side.dense is not None:
+                side.dense.slots.set_owned(side.send_pages(np.sort(new))[0], True)
+            else:
+                reference.set_owned(self.state, self._slots(new), True)
             self._rebuild_queue()
 
     def shrink(self, n: int) -> NDArray[np.int64]:
@@ -355,20 +332,19 @@ class EmbeddingCache:
         self._mine[gone] = False
         if n == 0:
             return gone
-        if self._device_side is not None:
-            self._device_side.forget_complete()
+        side, emptied = self._device_side, None
+        if side is not None:
+            side.forget_complete()
         with self._aside():
-            emptied = self._slots(gone)
-            moves, source, target = reference.shrink(self.state, emptied)
-            side = self._device_side
-            if side is not None and side.chain is not None:
-                side.chain.move(moves, source, target)
+            if side is not None and side.dense is not None:
+                side.dense.slots.shrink(*side.send_pages(np.sort(gone)))
             else:
-                reference.move(self.state, moves, source, target)
-            reference.set_owned(self.state, emptied, False)
-            done = self._rebuild_queue()
-        if done is not None:
-            torch.cuda.current_stream(self.device).wait_event(done)
+                reference.give_up(self.state, self._slots(gone))
+            if side is not None:
+                emptied = side.stream.record_event()
+            self._rebuild_queue()
+        if emptied is not None:
+            torch.cuda.current_stream(self.device).wait_event(emptied)
         return gone
 
     def wait_for_link(self, rows: int, began: float) -> None:
@@ -388,14 +364,14 @@ class EmbeddingCache:
             return
         self._weight(now)
         limit = self._batch if evict else FREE + 1
-        side = self._device_side
-        if side is not None and side.chain is not None:
-            for first in range(0, rows.shape[0], EXACT_KEYS):
-                some = rows[first : first + EXACT_KEYS]
-                staged = None if values is None else values[first : first + EXACT_KEYS]
-                side.queue.prepare(some.shape[0], self.capacity_rows)
-                side.chain.warm(some, staged, self._batch, limit)
-                side.queue.replenish(some.shape[0], self.capacity_rows)
+        dense = self._dense
+        if dense is not None:
+            for first in range(0, rows.shape[0], WARM_ROWS):
+                some = rows[first : first + WARM_ROWS]
+                staged = None if values is None else values[first : first + WARM_ROWS]
+                dense.queue.prepare(some.shape[0], self.capacity_rows)
+                dense.chain.warm(some, staged, self._batch, limit)
+                dense.queue.replenish(some.shape[0], self.capacity_rows)
             return
         self._refuse_unknown(rows[rows >= 0])
         fetch = self._fetch if values is None else _staged(rows, values)
@@ -426,9 +402,7 @@ class EmbeddingCache:
 
     def _slots(self, pages: NDArray[np.int64]) -> Tensor:
         """Slots of pages [n], int64 [n * rows_per_page], in order."""
-        ids = torch.from_numpy(np.sort(pages))
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        ids = torch.from_numpy(np.sort(pages)).to(self.device)
         row = torch.arange(self.rows_per_page, device=self.device)
         return (ids[:, None] * self.rows_per_page + row).reshape(-1)
 
@@ -438,15 +412,15 @@ class EmbeddingCache:
             return contextlib.nullcontext()
         return self._device_side.aside()
 
-    def _rebuild_queue(self) -> torch.cuda.Event | None:
+    def _rebuild_queue(self) -> None:
         self._queue.invalidate()
-        side = self._device_side
-        return None if side is None else side.queue.rebuild_here(self.capacity_rows)
+        if self._dense is not None:
+            self._dense.queue.rebuild_here(self.capacity_rows)
 
     def _settle(self) -> None:
         """Let the current stream wait for what grow and shrink do aside."""
         if self._device_side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._device_side.queue.stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._device_side.stream)
 
     def _check(self, keys: Tensor) -> None:
         good = keys.ndim == 1 and keys.dtype == torch.int64
@@ -462,66 +436,6 @@ class EmbeddingCache:
         low, high = (int(value) for value in torch.aminmax(keys))
         if low < 0 or high >= self.tables.n_rows:
             raise ArgumentError("keys", (low, high), f"0 to {self.tables.n_rows - 1}")
-
-
-class _DeviceSide:
-    """What the cache has on CUDA only: kernels, streams, and counters that are read later."""
-
-    def __init__(self, state: CacheState, tables: HostTables, dense: bool) -> None:
-        from hlem_env.live.kernels.lookup_triton import Chain, gather_rows
-
-        self.state, self.tables = state, tables
-        self._gather = gather_rows
-        device = state.stamp.device
-        self.chain: Any = None
-        if dense:
-            index: Any = state.index
-            self.chain = Chain(state, index.slot_of, tables.n_rows, tables.rows)
-        self.queue = BackgroundQueue(state, self.chain)
-        self.beside = torch.cuda.Stream(device, priority=-1)
-        self._copy = torch.zeros_like(state.counters, device="cpu").pin_memory()
-        self._copied: torch.cuda.Event | None = None
-        self._values: list[int] = self._copy.tolist()
-        self._outdated = False
-        self.complete = False
-        """Whether every row that exists is resident, so that no lookup can miss."""
-        self.looked_up = 0
-        """Keys of lookups that did not count them on the device."""
-
-    def forget_complete(self) -> None:
-        """Rows are about to be evicted; a copy of the counters under way does not know it."""
-        self.complete = False
-        self._outdated = self._copied is not None
-
-    def snapshot(self) -> None:
-        """Copy the counters to the host behind what the current stream was given."""
-        if self._copied is None:
-            self._copy.copy_(self.state.counters, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def poll(self) -> list[int]:
-        """The counters as the host last knew them, one or two batches ago."""
-        if self._copied is not None and self._copied.query():
-            self._copied = None
-            self._values = self._copy.tolist()
-            values = self._values
-            self.queue.observe(values[LAST_UNIQUE], values[LAST_VALID])
-            resident = values[INSERTED] + values[WARMED] - values[EVICTED]
-            self.complete = resident == self.tables.n_rows and not self._outdated
-            self._outdated = False
-        return self._values
-
-    def fetch(self, rows: Tensor) -> Tensor:
-        """Values [n, dim] of rows, int64 [n], over the link."""
-        out = torch.empty(len(rows), self.tables.dim, dtype=self.tables.dtype, device=rows.device)
-        self._gather(self.tables.rows, rows, out)
-        return out
-
-    def aside(self) -> torch.cuda.StreamContext:
-        """The queue's stream, behind the current one."""
-        self.queue.stream.wait_stream(torch.cuda.current_stream(self.state.stamp.device))
-        return torch.cuda.stream(self.queue.stream)
 
 
 def _staged(rows: Tensor, values: Tensor) -> reference.Fetch:

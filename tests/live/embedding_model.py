@@ -1,4 +1,4 @@
-"""An embedding cache in plain Python, to hold the real one against."""
+"""An embedding cache in plain Python, to hold the real one against, and a small real one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import torch
 
 from hlem_env.live.cache_state import FOREIGN
 from hlem_env.live.embedding_cache import EmbeddingCache
+from hlem_env.live.host_tables import HostTables
+from hlem_env.live.pool import Owner, Pool
+
+DIM = 16
+ROWS = 60
+PAGE_ROWS = 4
+TABLES = HostTables(2, ROWS // 2, DIM, torch.float16, seed=1)
 
 
 class LruModel:
@@ -65,3 +72,40 @@ def contents(cache: EmbeddingCache) -> dict[int, tuple[int | None, int]]:
         for slot, (row, stamp) in enumerate(zip(rows, stamps, strict=True))
         if stamp != FOREIGN
     }
+
+
+def make(
+    pages: int, policy: str = "lru", index: str = "dense", device: str = "cpu"
+) -> tuple[Pool, EmbeddingCache]:
+    tables = on_device(device)
+    pool = Pool(24 * PAGE_ROWS * tables.row_bytes, PAGE_ROWS * tables.row_bytes, device)
+    cache = EmbeddingCache(pool, tables, policy, index)
+    cache.grow(pool.alloc_pages(pages, Owner.EMBEDDING))
+    return pool, cache
+
+
+def on_device(device: str) -> HostTables:
+    return TABLES if device == "cpu" else HostTables(2, ROWS // 2, DIM, torch.float16, 1, device)
+
+
+def look_up(cache: EmbeddingCache, keys: list[int], now: float = 0.0) -> torch.Tensor:
+    """The rows, checked."""
+    out = cache.lookup(torch.tensor(keys, dtype=torch.int64, device=cache.device), now)
+    assert torch.equal(out.cpu(), TABLES.rows[torch.tensor(keys, dtype=torch.int64)])
+    return out
+
+
+def check_consistent(cache: EmbeddingCache) -> None:
+    """Every resident row has one slot, which the index names, with its values; nothing else is there."""
+    held = contents(cache)
+    rows = [row for row, _ in held.values() if row is not None]
+    assert len(rows) == len(set(rows)) == cache.resident_rows <= cache.capacity_rows == len(held)
+    slots = [slot for slot, (row, _) in held.items() if row is not None]
+    everything = torch.arange(ROWS, device=cache.device)
+    where = cache.state.index.find(everything).tolist()
+    assert {row: where[row] for row in range(ROWS) if where[row] >= 0} == dict(
+        zip(rows, slots, strict=True)
+    )
+    assert torch.equal(cache.state.slab[slots].cpu(), TABLES.rows[rows])
+    owned = {page * PAGE_ROWS + i for page in cache.pages.tolist() for i in range(PAGE_ROWS)}
+    assert set(held) == owned

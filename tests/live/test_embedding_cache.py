@@ -6,17 +6,23 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hlem_env.errors import ArgumentError, BackendError
+from hlem_env.errors import ArgumentError
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.partition import Partition
 from hlem_env.live.pool import Owner, Pool
-from tests.live.embedding_model import LruModel, contents
+from tests.live.embedding_model import (
+    DIM,
+    PAGE_ROWS,
+    ROWS,
+    TABLES,
+    LruModel,
+    check_consistent,
+    contents,
+    look_up,
+    make,
+)
 
-DIM = 16
-ROWS = 60
-PAGE_ROWS = 4
-TABLES = HostTables(2, ROWS // 2, DIM, torch.float16, seed=1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = [
     (policy, index)
@@ -34,43 +40,6 @@ operations = st.lists(
     ),
     max_size=25,
 )
-
-
-def make(
-    pages: int, policy: str = "lru", index: str = "dense", device: str = "cpu"
-) -> tuple[Pool, EmbeddingCache]:
-    tables = on_device(device)
-    pool = Pool(24 * PAGE_ROWS * tables.row_bytes, PAGE_ROWS * tables.row_bytes, device)
-    cache = EmbeddingCache(pool, tables, policy, index)
-    cache.grow(pool.alloc_pages(pages, Owner.EMBEDDING))
-    return pool, cache
-
-
-def on_device(device: str) -> HostTables:
-    return TABLES if device == "cpu" else HostTables(2, ROWS // 2, DIM, torch.float16, 1, device)
-
-
-def look_up(cache: EmbeddingCache, keys: list[int], now: float = 0.0) -> torch.Tensor:
-    """The rows, checked."""
-    out = cache.lookup(torch.tensor(keys, dtype=torch.int64, device=cache.device), now)
-    assert torch.equal(out.cpu(), TABLES.rows[torch.tensor(keys, dtype=torch.int64)])
-    return out
-
-
-def check_consistent(cache: EmbeddingCache) -> None:
-    """Every resident row has one slot, which the index names, with its values; nothing else is there."""
-    held = contents(cache)
-    rows = [row for row, _ in held.values() if row is not None]
-    assert len(rows) == len(set(rows)) == cache.resident_rows <= cache.capacity_rows == len(held)
-    slots = [slot for slot, (row, _) in held.items() if row is not None]
-    everything = torch.arange(ROWS, device=cache.device)
-    where = cache.state.index.find(everything).tolist()
-    assert {row: where[row] for row in range(ROWS) if where[row] >= 0} == dict(
-        zip(rows, slots, strict=True)
-    )
-    assert torch.equal(cache.state.slab[slots].cpu(), TABLES.rows[rows])
-    owned = {page * PAGE_ROWS + i for page in cache.pages.tolist() for i in range(PAGE_ROWS)}
-    assert set(held) == owned
 
 
 def run_against_model(steps: list[tuple[str, object]], device: str) -> None:
@@ -310,104 +279,6 @@ def test_prefetch_evicts_no_rows_in_use(index: str, device: str) -> None:
     assert cache.contains(torch.arange(20, 24, device=device)).all()  # not used yet
     cache.warm(torch.arange(40, 60, device=device), evict=False)
     assert cache.counters().evicted == 4
-
-
-@pytest.mark.gpu
-def test_row_offsets_past_2_31() -> None:
-    tables = HostTables(1, 3 * 2**20, 512, torch.float32, seed=4, device="cuda")  # 6 GiB
-    pool = Pool(4 * 2**30 + 2**27, 2**21, "cuda")
-    cache = EmbeddingCache(pool, tables)
-    pages = pool.alloc_pages(pool.pages, Owner.EMBEDDING)
-    cache.grow(pages[-64:])  # slots from 2^31 bytes and 2^30 words on
-    assert int(cache.pages.min()) * 2**21 >= 2**32
-    keys = torch.arange(3 * 2**20 - 50_000, 3 * 2**20, device="cuda")
-    for _ in range(2):
-        for some in keys.split(30_000):
-            assert torch.equal(cache.lookup(some), tables.expected(some))
-    assert cache.resident_rows == 50_000
-    assert int(cache.state.index.find(keys).min()) * 2048 >= 2**32  # bytes
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", ["lru", "scan_resistant"])
-def test_large_batches_on_a_gpu(policy: str) -> None:
-    """Batches of sizes at which the queue is built in the background and misses go beside hits."""
-    tables = HostTables(4, 500_000, 32, torch.float16, seed=2, device="cuda")
-    pool = Pool(500 * 2**16, 2**16, "cuda")  # 512,000 slots for 2,000,000 rows
-    cache = EmbeddingCache(pool, tables, policy)
-    cache.grow(pool.alloc_pages(400, Owner.EMBEDDING))
-    generator = torch.Generator("cuda").manual_seed(0)
-    hits = 0
-    for turn in range(60):
-        keys = (torch.rand(200_000, device="cuda", generator=generator) ** 3 * 2_000_000).long()
-        resident = cache.contains(keys)
-        hits += int(resident.sum())
-        stamps = cache.state.stamp.clone()
-        rows = cache.state.row_of.clone()
-        assert torch.equal(cache.lookup(keys, turn * 0.1), tables.expected(keys))
-        gone = (rows >= 0) & (cache.state.row_of != rows)
-        kept = (rows >= 0) & (cache.state.row_of == rows) & (cache.state.stamp == stamps)
-        if policy == "lru" and gone.any() and kept.any():
-            assert stamps[gone].max() <= stamps[kept].min()  # exact recency
-        held = cache.state.row_of[cache.state.row_of >= 0]
-        assert len(held.unique()) == len(held) == cache.resident_rows
-        if turn % 20 == 10:
-            pool.free_pages(cache.shrink(100))
-        if turn % 20 == 15:
-            cache.grow(pool.alloc_pages(100, Owner.EMBEDDING))
-    assert cache.counters().hit == hits
-    if policy == "lru":
-        assert cache.resident_rows == cache.capacity_rows
-
-
-@pytest.mark.gpu
-def test_a_complete_cache_that_shrinks_misses_again() -> None:
-    pool, cache = make(20, device="cuda")  # 80 slots for 60 rows
-    everything = list(range(ROWS))
-    for _ in range(3):
-        look_up(cache, everything)
-        torch.cuda.synchronize()
-    look_up(cache, everything[::2])
-    assert cache._device_side is not None and cache._device_side.complete
-    pool.free_pages(cache.shrink(15))  # 20 slots
-    look_up(cache, everything)
-    look_up(cache, everything)
-    counters = cache.counters()
-    assert counters.looked_up == 5 * ROWS + ROWS // 2
-    assert counters.hit == 2 * ROWS + ROWS // 2 + 2 * 20
-    check_consistent(cache)
-
-
-@pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
-    pool, cache = make(4, device="cuda")
-    keys = torch.arange(0, 40, 2, device="cuda")
-    pages = pool.alloc_pages(2, Owner.EMBEDDING)
-
-    def use() -> None:
-        cache.lookup(keys)
-        cache.grow(pages)
-        cache.warm(keys + 1)
-        cache.shrink(2)
-        cache.lookup(keys + 20)
-        assert cache.shrink_evictions >= 0 and cache.critical_bytes >= 0
-
-    use()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        use()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    check_consistent(cache)
-
-
-@pytest.mark.gpu
-def test_unknown_keys_on_a_gpu_are_told_later() -> None:
-    _, cache = make(2, device="cuda")
-    cache.lookup(torch.tensor([1, ROWS, -1], device="cuda"))
-    with pytest.raises(BackendError, match="2 keys"):
-        cache.counters()
 
 
 def test_unknown_keys_are_refused() -> None:
