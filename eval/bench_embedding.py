@@ -12,7 +12,6 @@ over an emulated link.
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +23,15 @@ import torch
 import tyro
 from torch import Tensor
 
+from eval.device_timing import elapsed_ms, percentiles
+from eval.embedding_moves import PAGE_BYTES, bench_moves, bench_refill
 from hlem_env.errors import BackendError, require
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.fbgemm_ops import Tbe
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.pool import Owner, Pool
-from hlem_env.live.refill import Refill, TokenBucket
 from hlem_env.machine import command, machine, write_result
 
-PAGE_BYTES = 2 * 2**20
-LINK_BYTES_PER_S = 50e9
-"""For the token bucket: PCIe 5, sorted 1 KiB rows."""
 BARS = {
     "speedup_cached_0.2": 2.0,
     "speedup_cached_0.5": 3.0,
@@ -94,6 +91,8 @@ def main(args: Args) -> int:
         "gib": args.host_gib,
         "set_up_s": round(time.perf_counter() - began, 1),
     }
+    payload["copy_gbps"] = copy_gbps(tables)
+    print(f"\ncopy of 1 GiB in one piece: {payload['copy_gbps']} GB/s")
     payload["gather"] = bench_gather(tables, args.seed)
     payload["refill"] = bench_refill(tables, args.seed)
     payload["moves"] = bench_moves(tables, args.seed)
@@ -108,7 +107,7 @@ def main(args: Args) -> int:
 def bench_lookup(args: Args) -> dict[str, Any]:
     """Batches of keys through ours and FBGEMM's, by the share of rows that is cached."""
     tables = HostTables(args.tables, args.rows, args.dim, torch.float16, args.seed, "cuda")
-    batches = zipf_batches(args, args.warm + 2 * args.batches)
+    *batches, fresh = zipf_batches(args, args.warm + 2 * args.batches + 1)
     result: dict[str, Any] = {"values_equal": True, "ours": {}, "fbgemm": {}}
     print(f"\nms for {args.keys:,} keys: median (p90) of single batches, mean of a row of them")
     for name, placement, share in (
@@ -117,9 +116,11 @@ def bench_lookup(args: Args) -> dict[str, Any]:
         ("cached_0.2", "cached", 0.2),
         ("uncached", "mapped", 0.0),
     ):
-        ours, figures = run_ours(args, tables, batches, share)
+        ours, figures = run_ours(args, tables, batches, fresh, share)
         result["ours"][name] = figures
         print(f"{name:<12} ours   {line(figures)}")
+        few = figures["few_keys"]
+        print(f"{'':<12} {few['keys']:,} keys: host {few['host_ms']}, in all {few['ms']} ms")
         try:
             theirs, figures = run_fbgemm(args, tables, batches, placement, share)
         except BackendError as error:
@@ -144,7 +145,7 @@ def bench_lookup(args: Args) -> dict[str, Any]:
 
 
 def run_ours(
-    args: Args, tables: HostTables, batches: list[Tensor], share: float
+    args: Args, tables: HostTables, batches: list[Tensor], fresh: Tensor, share: float
 ) -> tuple[Tensor, dict[str, Any]]:
     """The last batch's rows, and the figures."""
     rows_per_page = PAGE_BYTES // tables.row_bytes
@@ -166,9 +167,24 @@ def run_ours(
         "hit_rate": round(counters.hit / counters.looked_up, 4),
         "unique_misses": counters.unique_misses // n,
         "inserted": counters.inserted // n,
+        "inserted_share": round(counters.inserted / max(counters.unique_misses, 1), 4),
         "capacity_rows": cache.capacity_rows,
+        "few_keys": few_keys(cache, fresh),
     }
     return out, figures
+
+
+def few_keys(cache: EmbeddingCache, keys: Tensor, size: int = 1000) -> dict[str, Any]:
+    """Lookups of 1,000 keys, one at a time: time of the call on the host, and until the rows are there."""
+    host_ms, ms = [], []
+    for some in keys[torch.randperm(len(keys), device="cuda")][: 60 * size].split(size):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        cache.lookup(some)
+        host_ms.append((time.perf_counter() - began) * 1e3)
+        torch.cuda.synchronize()
+        ms.append((time.perf_counter() - began) * 1e3)
+    return {"keys": size, "host_ms": percentiles(host_ms[10:]), "ms": percentiles(ms[10:])}
 
 
 def run_fbgemm(
@@ -210,7 +226,7 @@ def time_batches(
 
 def bench_gather(tables: HostTables, seed: int) -> list[dict[str, Any]]:
     """Zero-copy reads of 150,000 rows of 1 KiB, by the size of the tables and the order of the rows."""
-    from hlem_env.live.kernels.lookup_triton import gather_rows
+    from hlem_env.live.kernels.gather_triton import gather_rows
 
     print("\nGB/s of 150,000 rows of 1 KiB from host memory, and 50,000")
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -233,150 +249,12 @@ def bench_gather(tables: HostTables, seed: int) -> list[dict[str, Any]]:
     return result
 
 
-def bench_refill(
-    tables: HostTables, seed: int, refill_bytes: int = 3_200_000_000
-) -> dict[str, Any]:
-    """Scattered rows into new pages, and critical lookups beside it."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    new_rows = refill_bytes // tables.row_bytes
-    order = torch.randperm(tables.n_rows, device="cuda", generator=generator)
-    result: dict[str, Any] = {"bytes": new_rows * tables.row_bytes}
-    print(f"\nrefill of {result['bytes'] / 1e9:.1f} GB of scattered rows")
-    for name, bucket, critical in (
-        ("alone", None, False),
-        ("unthrottled", None, True),
-        ("throttled", TokenBucket(LINK_BYTES_PER_S, headroom=0.1), True),
-    ):
-        result[name] = refill_once(tables, order, new_rows, bucket, critical)
-        print(f"{name:<12}", "  ".join(f"{k} {v}" for k, v in result[name].items()))
-        gc.collect()
-        torch.cuda.empty_cache()
-    cases = [result[name] for name in ("alone", "unthrottled", "throttled")]
-    result["values_right"] = all(case["values_right"] for case in cases)
-    return result
-
-
-def refill_once(
-    tables: HostTables, order: Tensor, new_rows: int, bucket: TokenBucket | None, critical: bool
-) -> dict[str, Any]:
-    """Refill the first `new_rows` of the rows `order`.
-
-    The lookups before and during it ask for 50,000 of the other rows, none of them resident.
-    """
-    base_pages = 512
-    new_pages = -(-new_rows // (PAGE_BYTES // tables.row_bytes))
-    pool = Pool((base_pages + new_pages) * PAGE_BYTES, PAGE_BYTES, "cuda")
-    cache = EmbeddingCache(pool, tables)
-    cache.grow(pool.alloc_pages(base_pages, Owner.EMBEDDING))
-    fresh = itertools.cycle(order[new_rows:].split(50_000))
-
-    def look_up() -> object:
-        return cache.lookup(next(fresh))
-
-    for _ in range(16):  # fills the cache, compiles
-        look_up()
-    warming = Refill(cache)
-    warming.insert(order[:1])
-    drain(warming, None, [])
-    before = [elapsed_ms(look_up) for _ in range(20)]
-    refill = Refill(cache, bucket, chunk_rows=8192, buffers=4)
-    cache.grow(pool.alloc_pages(new_pages, Owner.EMBEDDING))
-    during: list[float] = []
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    refill.insert(order[:new_rows])
-    drain(refill, look_up if critical else None, during)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return {
-        "seconds": round(seconds, 3),
-        "refilled_gbps": round(refill.refill_bytes / seconds / 1e9, 1),
-        "resident_share": round(cache.contains(order[:new_rows]).float().mean().item(), 5),
-        "values_right": slots_right(cache),
-        "lookup_before_ms": percentiles(before),
-        "lookup_during_ms": percentiles(during),
-        "lookups_during": len(during),
-        "demand_gbps": None if bucket is None else round(bucket.demand_bytes_per_s / 1e9, 1),
-    }
-
-
-def drain(refill: Refill, lookup: Callable[[], object] | None, times_ms: list[float]) -> None:
-    """Step until nothing is left, 10 s at most; with `lookup`, one lookup every 4 ms beside it."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    running = False
-    due = began = time.perf_counter()
-    while not refill.idle and (now := time.perf_counter()) < began + 10.0:
-        refill.step(now)
-        if lookup is None:
-            continue
-        if running and end.query():
-            times_ms.append(begin.elapsed_time(end))
-            running = False
-        if not running and now >= due:
-            begin.record()
-            lookup()
-            end.record()
-            running, due = True, now + 4e-3
-
-
-def bench_moves(tables: HostTables, seed: int, pool_gib: int = 20) -> dict[str, Any]:
-    """Moves of 10 % of the pool: host time, device time on the side stream, no synchronisation."""
-    pool = Pool(pool_gib * 2**30, PAGE_BYTES, "cuda")
-    cache = EmbeddingCache(pool, tables)
-    cache.grow(pool.alloc_pages(pool.pages * 6 // 10, Owner.EMBEDDING))
-    generator = torch.Generator("cuda").manual_seed(seed)
-    order = torch.randperm(tables.n_rows, device="cuda", generator=generator)
-    for rows in order[: cache.capacity_rows].split(2**20):
-        cache.warm(rows)
-    n = pool.pages // 10
-    result: dict[str, Any] = {"pool_gib": pool_gib, "pages": n, "resident": cache.resident_rows}
-    print(f"\nmoves of {n} pages, 10 % of a pool of {pool_gib} GiB")
-    recent = order[cache.capacity_rows : cache.capacity_rows + 100_000]
-    for turn in range(3):  # the first one compiles
-        cache.lookup(recent)
-        torch.cuda.synchronize()
-        side = cache.side_stream
-        assert side is not None
-        for name in ("shrink", "grow"):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            pages = pool.alloc_pages(n, Owner.EMBEDDING) if name == "grow" else None
-            begin.record(side)
-            torch.cuda.set_sync_debug_mode("error")
-            began = time.perf_counter()
-            if pages is None:
-                freed = cache.shrink(n)
-            else:
-                cache.grow(pages)
-            host_ms = (time.perf_counter() - began) * 1e3
-            torch.cuda.set_sync_debug_mode("default")
-            end.record(side)
-            torch.cuda.synchronize()
-            result[name] = {
-                "host_ms": round(host_ms, 3),
-                "side_stream_ms": round(begin.elapsed_time(end), 3),
-            }
-            if name == "shrink":
-                pool.free_pages(freed)
-                result[name]["recent_kept"] = bool(cache.contains(recent).all())
-                result[name]["values_right"] = slots_right(cache)
-            if turn:
-                print(f"{name:<7}", result[name])
-    result["evicted_by_shrinking"] = cache.counters().evicted_by_shrinking
-    return result
-
-
-def slots_right(cache: EmbeddingCache) -> bool:
-    """Whether every resident row has its values, and the index says where it is."""
-    rows_of, slab = cache.state.row_of, cache.state.slab
-    for first in range(0, len(rows_of), 2**19):
-        rows = rows_of[first : first + 2**19]
-        held = rows >= 0
-        if not torch.equal(slab[first : first + 2**19][held], cache.tables.expected(rows[held])):
-            return False
-        slots = torch.nonzero(held)[:, 0] + first
-        if not torch.equal(cache.state.index.find(rows[held]), slots):
-            return False
-    return True
+def copy_gbps(tables: HostTables) -> float:
+    """What the link of this machine carries at best: a piece of the tables copied as it lies, GB/s."""
+    piece = tables.rows[: 2**30 // tables.row_bytes]
+    out = torch.empty_like(piece, device="cuda")
+    times = [elapsed_ms(lambda: out.copy_(piece, non_blocking=True)) for _ in range(6)]
+    return round(piece.numel() * piece.itemsize / float(np.median(times[1:])) / 1e6, 1)
 
 
 def zipf_batches(args: Args, n: int) -> list[Tensor]:
@@ -447,28 +325,12 @@ def main_cpu(args: Args) -> int:
     return 0
 
 
-def elapsed_ms(run: Callable[..., object], *arguments: Tensor) -> float:
-    """Time of a call on the device, from an idle device to an idle device."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    run(*arguments)
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-def percentiles(times_ms: list[float]) -> dict[str, float]:
-    """P50 and P99 of times; empty without any."""
-    if not times_ms:
-        return {}
-    return {f"p{q}": round(float(np.percentile(times_ms, q)), 3) for q in (50, 99)}
-
-
 def line(figures: dict[str, Any]) -> str:
     """One line of figures."""
     extra = "".join(
-        f"  {name} {figures[name]}" for name in ("hit_rate", "unique_misses") if name in figures
+        f"  {name} {figures[name]}"
+        for name in ("hit_rate", "unique_misses", "inserted_share")
+        if name in figures
     )
     return f"{figures['median_ms']:>7.3f} ({figures['p90_ms']:.3f})  {figures['in_a_row_ms']:.3f}{extra}"
 
