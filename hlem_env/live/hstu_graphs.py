@@ -29,6 +29,9 @@ FINE, COARSE = 128, 1024
 SHARED_TOKENS, SHARED_REQUESTS = 8192, 64
 """Most tokens, and requests, that have a graph together."""
 
+PREPARED_REQUESTS = 16
+"""Small batches of up to so many requests are recorded ahead."""
+
 Ints = NDArray[np.int64]
 
 
@@ -67,7 +70,7 @@ class HstuGraphs:
         page_columns: int,
         most_tokens: int,
     ) -> None:
-        self.model, self.page_columns = model, page_columns
+        self.model, self.page_columns, self._most_tokens = model, page_columns, most_tokens
         self._blocks, self._blocks_per_page = blocks, blocks_per_page
         most = max(_up(most_tokens, COARSE), SHARED_TOKENS)
         self._tokens = torch.zeros(most, model.config.dim, dtype=blocks.dtype, device=blocks.device)
@@ -126,6 +129,28 @@ class HstuGraphs:
             graph = self._graphs[shape] = self._record(shape, whole)
         graph.recorded.replay()
         return graph.scores.clone()
+
+    def prepare(self, tables: int, new_items: int, candidates: int) -> None:
+        """Record what most batches need, so that no request waits for it.
+
+        Those are single requests without cached history, and small ones with some. It writes to the
+        pool's first page: call it before anything is stored.
+
+        Args:
+            tables: of an item.
+            new_items: of a request with cached history.
+            candidates: of any request.
+        """
+        sizes = [*range(2 * COARSE, self._most_tokens, COARSE), self._most_tokens]
+        fresh = [([tokens - candidates], 0) for tokens in sizes if tokens > candidates]
+        for new, cached in fresh + [([new_items] * n, 1) for n in range(1, PREPARED_REQUESTS + 1)]:
+            history, old = np.array(new), np.full(len(new), cached)
+            tail = np.full(len(new), candidates)
+            shape = self.shape(history + tail, old)
+            if shape is not None and shape not in self._graphs:
+                count = int((history + tail).sum())
+                rows = self._tokens.new_zeros(count, tables, self._tokens.shape[1])
+                self.run(shape, rows, history, tail, old, np.zeros((len(new), 1), np.int32))
 
     def _record(self, shape: Shape, parts: Parts) -> _Graph:
         *fields, table = unpack(parts, self._ints)

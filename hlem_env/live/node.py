@@ -102,6 +102,7 @@ class LiveNode:
                 self.model, self.kv.blocks, self.kv.blocks_per_page, self.kv.max_pages,
                 config.max_history_tokens + config.candidates,
             )  # fmt: skip
+            self._graphs.prepare(config.tables, config.new_items, config.candidates)
 
     def reset(self, persistent_users: int) -> None:
         """Empty both caches. User ids below `persistent_users` may come back."""

@@ -23,7 +23,8 @@ from hlem_env.live.paged_kv import PagedKv
 BLOCK_QUERIES = 128
 BLOCK_KEYS = 64
 STAGES = 3
-MAX_SPLITS = 16
+SPLITS = (1, 2, 3, 4, 6, 8, 11, 16)
+"""Programs that may share a tile's keys; each number is compiled apart, so they are few."""
 PROGRAMS_PER_PROCESSOR = 2
 MIN_KEYS_PER_SPLIT = 512
 REDUCE_BLOCK = 1024
@@ -151,7 +152,8 @@ def _splits(q: Tensor, programs: int, cache: PagedKv) -> int:
     chunks = cache.page_table.shape[1] * cache.blocks_per_page // cache.layers
     most_keys = chunks * cache.blocks.shape[2]
     wanted = PROGRAMS_PER_PROCESSOR * _processors(q.device.index) // programs
-    return max(min(wanted, most_keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS), 1)
+    most = max(min(wanted, most_keys // MIN_KEYS_PER_SPLIT), 1)
+    return max(splits for splits in SPLITS if splits <= most)
 
 
 @functools.cache

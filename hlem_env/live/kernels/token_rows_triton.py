@@ -34,7 +34,8 @@ def token_rows(
     _token_rows[(triton.cdiv(tokens, BLOCK),)](
         spans, head, tail, out, requests, tokens, candidate_user, histories.seed * USER_STEP,
         popularity.items, tables.seed, tables.rows_per_table,
-        REQUEST_BITS=(requests - 1).bit_length(), HEAD=head.shape[0],
+        # More bits than needed do no harm, and few numbers of them mean few compilations.
+        REQUEST_BITS=triton.cdiv(requests.bit_length(), 4) * 4, HEAD=head.shape[0],
         HEAD_BITS=head.shape[0].bit_length(), HAS_TAIL=popularity.items > head.shape[0],
         LOGARITHMIC=popularity.logarithmic, TABLES=tables.tables, BLOCK=BLOCK,
     )  # fmt: skip
@@ -96,8 +97,8 @@ def _token_rows(
     history = within < new
     user = tl.where(history, user, candidate_user + serial)
     index = tl.where(history, first + within, within - new)
-    bits = _mix(_mix(user + user_step) + index)
-    uniform = ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+    drawn = _mix(_mix(user + user_step) + index)
+    uniform = ((drawn >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
     item = _rank(uniform, head, tail, inside, HEAD, HEAD_BITS, HAS_TAIL, LOGARITHMIC, BLOCK)
     item = tl.minimum(tl.maximum(item, 0), items - 1)
     hashed = _mix(item + table_seed)
