@@ -26,7 +26,7 @@ class RowIndex(Protocol):
         """Add rows, int64 [n], in slots, int64 [n].
 
         Args:
-            rows: none of them resident.
+            rows: none of them resident; negative ones are ignored.
             slots: theirs from now on.
             stamp: int32 [all slots], when each was last used.
             now: rows with this stamp may not make room.
@@ -58,6 +58,7 @@ class DenseIndex:
     def insert(self, rows: Tensor, slots: Tensor, stamp: Tensor, now: int) -> tuple[Tensor, Tensor]:
         """Add rows in slots: all are taken and nobody makes room."""
         self.slot_of[rows] = slots.int()
+        self.slot_of[-1:].fill_(ABSENT)  # where negative ones went
         return torch.ones_like(rows, dtype=torch.bool), rows[:0]
 
     def remove(self, rows: Tensor) -> None:
@@ -91,9 +92,16 @@ class SetAssociativeIndex:
         return torch.where(match, self.slots[where], ABSENT).amax(1).long()
 
     def insert(self, rows: Tensor, slots: Tensor, stamp: Tensor, now: int) -> tuple[Tensor, Tensor]:
-        """Add rows in slots; a full set gives up its least recently used row, or takes none."""
+        """Add rows in slots; a full set gives up its least recently used row, or takes none.
+
+        Negative rows are not taken.
+        """
+        real = rows >= 0
+        if not bool(real.all()):
+            real[real.clone()], displaced = self.insert(rows[real], slots[real], stamp, now)
+            return real, displaced
         if rows.numel() == 0:
-            return torch.zeros_like(rows, dtype=torch.bool), rows
+            return real, rows
         where = self._set_of(rows)
         # The r-th new row of a set takes its r-th way in order of last use, empty ones first.
         order = torch.argsort(where, stable=True)
