@@ -7,24 +7,33 @@ from numpy.typing import NDArray
 
 from hlem_env.errors import ArgumentError, BackendError
 from hlem_env.eviction.policies import Lru
+from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
 from hlem_env.live.partition import Partition
 from hlem_env.live.pool import Owner, Pool
-from tests.live.small_embedding import SmallEmbedding, make_embedding
+from tests.live.small_cache import (
+    ROW_BYTES,
+    PatientCache,
+    check_cache,
+    look_up,
+    make_embedding,
+    resident,
+)
 
 PAGES = 100
 LAYOUT = KvLayout(layers=2, heads=1, head_dim=4, block_tokens=2, dtype=torch.float16)
 PAGE_BYTES = 2 * LAYOUT.block_bytes
 """Two blocks: a page holds two tokens of both layers."""
-ROWS_PER_PAGE = PAGE_BYTES // 16
+ROWS_PER_PAGE = PAGE_BYTES // ROW_BYTES
+ROWS = 200
 
 
 class Node:
     """Both caches over one pool."""
 
-    def __init__(self, returns_pinned: bool = False) -> None:
+    def __init__(self, kind: type[EmbeddingCache] = EmbeddingCache) -> None:
         self.pool = Pool(PAGES * PAGE_BYTES, PAGE_BYTES)
-        self.embedding: SmallEmbedding = make_embedding(self.pool, returns_pinned)
+        self.embedding = make_embedding(self.pool, ROWS, kind=kind)
         self.kv = KvCache(self.pool, LAYOUT, Lru(), max_history_tokens=200)
         self.partition = Partition(self.pool, self.embedding, self.kv)
         self.now = 0.0
@@ -64,13 +73,13 @@ def test_growing_evicts_whole_entries_by_policy() -> None:
 def test_shrinking_gives_pages_to_kv_and_keeps_the_newest_rows() -> None:
     node = Node()
     node.partition.move(50)
-    for key in range(50 * ROWS_PER_PAGE):
-        node.embedding.insert(key)
+    for first in range(0, ROWS, ROWS_PER_PAGE):  # all 50 pages full
+        look_up(node.embedding, range(first, first + ROWS_PER_PAGE))
     move = node.partition.move(30)
     assert (move.wanted_pages, move.moved_pages, move.pending_pages) == (-20, -20, 0)
     assert move.evicted_rows == 20 * ROWS_PER_PAGE
-    node.embedding.check_rows()
-    assert min(node.embedding.slot_of) == 20 * ROWS_PER_PAGE
+    check_cache(node.embedding, node.pool)
+    assert resident(node.embedding).tolist() == list(range(20 * ROWS_PER_PAGE, ROWS))
     node.store(*range(7))
     assert node.counts() == (0, 30, 70)
 
@@ -124,31 +133,43 @@ def test_kv_does_not_take_pages_that_the_embedding_cache_waits_for() -> None:
     assert node.counts()[Owner.EMBEDDING] == 50
 
 
-@pytest.mark.parametrize("returns_pinned", [False, True])
-def test_rows_of_running_lookups_stay_and_the_move_completes_in_settle(
-    returns_pinned: bool,
+@pytest.mark.parametrize("kind", [EmbeddingCache, PatientCache])
+def test_pages_of_rows_that_are_read_stay_and_the_move_completes_in_settle(
+    kind: type[EmbeddingCache],
 ) -> None:
-    node = Node(returns_pinned)
+    node = Node(kind)
     node.partition.move(10)
-    node.embedding.start_lookup(node.embedding.pages[-4:])
+    look_up(node.embedding, range(10 * ROWS_PER_PAGE))
+    reading = node.embedding.pages[2:6]
+    before = node.pool.memory.view(PAGES, -1)[reading].clone()
+    node.pool.pin(reading)
+    if isinstance(node.embedding, PatientCache):
+        node.embedding.in_use = reading
     move = node.partition.move(2)
-    pending = -4 if returns_pinned else -2  # pages are the same to a cache that keeps what it uses
-    assert (move.wanted_pages, move.moved_pages, move.pending_pages) == (-8, -8 - pending, pending)
+    assert (move.wanted_pages, move.moved_pages, move.pending_pages) == (-8, -4, -4)
+    node.store(*range(12))  # KV takes what is free
+    assert (node.pool.owner[reading] == Owner.EMBEDDING).all()
+    if kind is EmbeddingCache:  # it has given them up, so nobody writes to them
+        assert torch.equal(node.pool.memory.view(PAGES, -1)[reading], before)
     assert node.partition.settle().moved_pages == 0
-    node.embedding.end_lookup()
+    node.pool.unpin(reading)
+    if isinstance(node.embedding, PatientCache):
+        node.embedding.in_use = reading[:0]
     assert node.partition.settle().pending_pages == 0
-    assert node.counts() == (98, 2, 0)
+    assert node.counts()[Owner.EMBEDDING] == len(node.embedding.pages) == 2
+    check_cache(node.embedding, node.pool)
 
 
 def test_a_move_back_before_pins_are_gone() -> None:
-    node = Node(returns_pinned=True)
+    node = Node()
     node.partition.move(10)
-    node.embedding.start_lookup(node.embedding.pages[-4:])
+    reading = node.embedding.pages[-4:]
+    node.pool.pin(reading)
     node.partition.move(2)
     node.partition.move(9)
     assert len(node.embedding.pages) == 9, "the cache has other pages for those that still leave"
     assert node.partition.pending_pages == -4
-    node.embedding.end_lookup()
+    node.pool.unpin(reading)
     assert node.partition.settle().pending_pages == 0
     assert node.counts() == (91, 9, 0)
 
@@ -156,7 +177,7 @@ def test_a_move_back_before_pins_are_gone() -> None:
 def test_pages_are_rounded_down_and_alpha_is_checked() -> None:
     pool = Pool(7 * PAGE_BYTES, PAGE_BYTES)
     kv = KvCache(pool, LAYOUT, Lru(), max_history_tokens=10)
-    partition = Partition(pool, make_embedding(pool), kv)
+    partition = Partition(pool, make_embedding(pool, ROWS), kv)
     assert partition.move(50).moved_pages == 3
     for alpha in (-1, 101):
         with pytest.raises(ArgumentError, match="alpha_centi"):
@@ -165,18 +186,18 @@ def test_pages_are_rounded_down_and_alpha_is_checked() -> None:
 
 
 def test_a_cache_that_gives_up_what_it_should_not_is_an_error() -> None:
-    class TooMany(SmallEmbedding):
+    class TooMany(EmbeddingCache):
         def shrink(self, n: int) -> NDArray[np.int64]:
             return super().shrink(n + 1)
 
-    class NotItsOwn(SmallEmbedding):
+    class NotItsOwn(EmbeddingCache):
         def shrink(self, n: int) -> NDArray[np.int64]:
-            return np.flatnonzero(self.pool.owner != Owner.EMBEDDING)[:n]
+            return np.setdiff1d(np.arange(self.pool.pages), self.pages)[:n]
 
-    for side in (TooMany, NotItsOwn):
+    for kind in (TooMany, NotItsOwn):
         pool = Pool(10 * PAGE_BYTES, PAGE_BYTES)
         kv = KvCache(pool, LAYOUT, Lru(), max_history_tokens=10)
-        partition = Partition(pool, side(pool, False), kv)
+        partition = Partition(pool, make_embedding(pool, ROWS, kind=kind), kv)
         partition.move(50)
         with pytest.raises(BackendError, match="was to give up 2 pages"):
             partition.move(30)

@@ -1,33 +1,64 @@
 """Pool, both caches and the boundary under random requests, lookups and moves.
 
 The memory is real: every user's blocks and every row hold values of their own, so a page that two
-owners write to, or a block that moved, is seen in the values.
+owners write to, a block that moved, or a row that lies in the wrong slot is seen in the values.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from hlem_env.eviction.policies import make_policy
+from hlem_env.live.cache_state import LOOKED_UP, MISSED
+from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
-from hlem_env.live.partition import Partition
+from hlem_env.live.partition import Move, Partition
 from hlem_env.live.pool import Owner, Pool
-from tests.live.small_embedding import make_embedding
+from tests.live.small_cache import (
+    DIM,
+    INDEXES,
+    ROW_BYTES,
+    PatientCache,
+    check_cache,
+    look_up,
+    make_embedding,
+    resident,
+)
 
 PAGES = 40
 LAYOUT = KvLayout(layers=3, heads=1, head_dim=2, block_tokens=2, dtype=torch.float32)
 PAGE_BYTES = 2 * LAYOUT.block_bytes
+"""Two blocks, or four rows."""
 MOST_TOKENS = 30
 USERS = 8
+ROWS = 130
+"""Of the tables; 160 fit in the pool."""
+POLICIES = ("lru", "scan_resistant")
 
 request = st.tuples(
     st.integers(0, USERS - 1),
     st.integers(0, 9),  # new items
     st.sampled_from(["grow", "grow", "grow", "shrink", "edit"]),
+)
+
+
+def draw_keys(seed: int, n: int, span: int) -> NDArray[np.int64]:
+    """Rows, some of them several times."""
+    return np.random.default_rng(seed).integers(0, span, n)
+
+
+keys_of_a_batch = st.builds(
+    draw_keys,
+    st.integers(0, 2**16),
+    st.one_of(st.integers(0, 30), st.integers(0, 400)),
+    st.sampled_from([6, 40, ROWS]),
 )
 
 
@@ -43,26 +74,41 @@ class NodeMachine(RuleBasedStateMachine):
         self.stored: dict[int, tuple[int, list[int]]] = {}
         """By user, as the model has it: tokens committed and pages."""
         self.extra: list[int] = []
-        self.next_key = 1
+        self.reading: NDArray[np.int64] = np.empty(0, np.int64)
+        """Pages of rows that somebody reads."""
+        self.given_up: dict[int, torch.Tensor] = {}
+        """What lies on pages that the embedding cache gave up while they are read."""
+        self.in_use: set[int] = set()
+        """Rows that the last lookup used, or that came ahead of their use since."""
+        self.staged: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.looked_up = self.hit = self.unique_misses = self.shrunk = 0
 
     @initialize(
-        policy=st.sampled_from(["lru", "scan_resistant"]),
+        kv_policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from(POLICIES),
+        index=st.sampled_from(INDEXES),
+        kind=st.sampled_from([EmbeddingCache, PatientCache]),
         alpha=st.integers(0, 100),
-        returns_pinned=st.booleans(),
     )
-    def start(self, policy: str, alpha: int, returns_pinned: bool) -> None:
+    def start(
+        self, kv_policy: str, policy: str, index: str, kind: type[EmbeddingCache], alpha: int
+    ) -> None:
         self.pool = Pool(PAGES * PAGE_BYTES, PAGE_BYTES)
         self.pool.memory.fill_(255)
-        self.embedding = make_embedding(self.pool, returns_pinned)
+        self.embedding = make_embedding(self.pool, ROWS, policy, index, kind)
         self.kv = KvCache(
             self.pool,
             LAYOUT,
-            make_policy(policy),
+            make_policy(kv_policy),
             max_history_tokens=MOST_TOKENS,
             max_users=2 * PAGES,
         )
         self.partition = Partition(self.pool, self.embedding, self.kv)
         self.partition.move(alpha)
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
 
     # Requests
 
@@ -75,7 +121,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.begin_requests(requests, split=False)
         if self.running:
             self.finish(len(self.running) - 1, commit)
-            self.partition.settle()
+            self.checked(self.partition.settle)
 
     @rule(requests=st.lists(request, min_size=1, max_size=6))
     def begin(self, requests: list[tuple[int, int, str]]) -> None:
@@ -112,10 +158,9 @@ class NodeMachine(RuleBasedStateMachine):
     def begin_part(
         self, users: np.ndarray, lengths: np.ndarray, new: np.ndarray, edits: np.ndarray
     ) -> None:
-        self.now += 1.0
         before = dict(self.stored)
         cached_before = self.kv.cached_tokens(users)
-        batch = self.kv.begin(users, lengths, new, edits.astype(np.uint64), self.now)
+        batch = self.kv.begin(users, lengths, new, edits.astype(np.uint64), self.tick())
         self.running.append(batch)
         for i, user in enumerate(users.tolist()):
             cached, held = int(batch.cached[i]), batch.page_table[i]
@@ -143,7 +188,7 @@ class NodeMachine(RuleBasedStateMachine):
     def end(self, which: int, commit: bool) -> None:
         self.finish(which % len(self.running), commit)
         if which % 2:
-            self.partition.settle()
+            self.checked(self.partition.settle)
 
     def finish(self, which: int, commit: bool) -> None:
         batch = self.running.pop(which)
@@ -153,35 +198,102 @@ class NodeMachine(RuleBasedStateMachine):
             if commit and batch.admitted[i]:
                 self.stored[user] = (int(batch.stop[i]), held)
 
-    # Lookups
+    # Rows
 
-    @rule(n=st.integers(1, 5))
-    def insert(self, n: int) -> None:
-        for _ in range(n):
-            self.embedding.insert(self.next_key)
-            self.next_key += 1
-
-    @precondition(lambda self: self.embedding.in_use or self.embedding.pages)
-    @rule(data=st.data())
-    def start_or_end_lookup(self, data: st.DataObject) -> None:
-        if self.embedding.in_use:
-            self.embedding.end_lookup()
+    @rule(keys=keys_of_a_batch)
+    def lookup(self, keys: NDArray[np.int64]) -> None:
+        if not keys.size:
+            look_up(self.embedding, [])
             return
-        pages = st.lists(st.sampled_from(self.embedding.pages), min_size=1, unique=True)
-        self.embedding.start_lookup(data.draw(pages))
+        hit = np.isin(keys, resident(self.embedding))
+        look_up(self.embedding, keys, self.tick())
+        self.looked_up += keys.size
+        self.hit += np.count_nonzero(hit)
+        self.unique_misses += np.unique(keys[~hit]).size
+        now_there = resident(self.embedding)
+        assert np.isin(keys[hit], now_there).all(), "a row was evicted by the batch that used it"
+        self.in_use = set(keys.tolist()) & set(now_there.tolist())
+
+    @rule(keys=keys_of_a_batch, evict=st.booleans())
+    def warm(self, keys: NDArray[np.int64], evict: bool) -> None:
+        wanted = torch.from_numpy(np.append(keys, -1))
+        self.insert_ahead(
+            lambda: self.embedding.warm(wanted, self.tick(), evict), set(keys.tolist())
+        )
+
+    @rule(keys=keys_of_a_batch)
+    def stage(self, keys: NDArray[np.int64]) -> None:
+        """As refill does: what is staged may be resident, or its page gone, when it is published."""
+        rows = torch.from_numpy(np.unique(keys))
+        values, staged = torch.empty(len(rows), DIM), torch.empty_like(rows)
+        self.embedding.stage(rows, values, staged)
+        there = torch.from_numpy(np.isin(rows.numpy(), resident(self.embedding)))
+        assert torch.equal(staged, torch.where(there, -1, rows))
+        self.staged = staged, values
+
+    @precondition(lambda self: self.staged is not None)
+    @rule(evict=st.booleans())
+    def publish(self, evict: bool) -> None:
+        assert self.staged is not None
+        (rows, values), self.staged = self.staged, None
+        self.insert_ahead(
+            lambda: self.embedding.publish(rows, values, self.tick(), evict), set(rows.tolist())
+        )
+
+    def insert_ahead(self, call: Callable[[], None], wanted: set[int]) -> None:
+        before = set(resident(self.embedding).tolist())
+        call()
+        after = set(resident(self.embedding).tolist())
+        assert after - before <= wanted
+        assert self.in_use & before <= after, "a row in use was evicted for one that is not yet"
+        self.in_use |= after - before
+
+    @precondition(lambda self: self.reading.size or self.embedding.pages.size)
+    @rule(data=st.data())
+    def start_or_end_reading(self, data: st.DataObject) -> None:
+        if self.reading.size:
+            self.end_reading()
+            return
+        pages = st.sampled_from(self.embedding.pages.tolist())
+        self.read(np.array(data.draw(st.lists(pages, min_size=1, max_size=9, unique=True))))
+
+    def read(self, pages: NDArray[np.int64]) -> None:
+        self.pool.pin(pages)
+        self.reading = pages
+        if isinstance(self.embedding, PatientCache):
+            self.embedding.in_use = pages
+
+    def end_reading(self) -> None:
+        self.pool.unpin(self.reading)
+        self.read(np.empty(0, np.int64))
 
     # The boundary, and pages taken from outside
 
     @rule(alpha=st.integers(0, 100))
     def move(self, alpha: int) -> None:
-        move = self.partition.move(alpha)
+        move = self.checked(lambda: self.partition.move(alpha))
         assert move.wanted_pages == move.moved_pages + move.pending_pages
 
     @rule()
     def settle(self) -> None:
         pending = self.partition.pending_pages
-        move = self.partition.settle()
+        move = self.checked(self.partition.settle)
         assert move.wanted_pages == pending
+
+    def checked(self, call: Callable[[], Move]) -> Move:
+        """A move evicts as few rows as it can, the least valuable, and keeps what is known of others."""
+        state = self.embedding.state
+        before, score = state.row_of.clone(), state.score.clone()
+        move = call()
+        known = dict(zip(before[before >= 0].tolist(), score[before >= 0].tolist(), strict=True))
+        held = state.row_of >= 0
+        left = dict(zip(state.row_of[held].tolist(), state.score[held].tolist(), strict=True))
+        assert left.items() <= known.items()
+        gone = [known[row] for row in known.keys() - left.keys()]
+        assert len(gone) == max(0, len(known) - self.embedding.capacity_rows) == move.evicted_rows
+        assert max(gone, default=-np.inf) <= min(left.values(), default=np.inf)
+        self.shrunk += len(gone)
+        return move
 
     @rule(n=st.integers(1, 60))
     def release(self, n: int) -> None:
@@ -217,27 +329,34 @@ class NodeMachine(RuleBasedStateMachine):
         return held
 
     @invariant()
-    def every_page_has_one_owner(self) -> None:
+    def what_always_holds(self) -> None:
         if not hasattr(self, "pool"):
             return
-        kv = [page for pages in self.held_now().values() for page in pages] + self.extra
+        held = self.held_now()
+        self.every_page_has_one_owner(held)
+        self.books_agree(held)
+        self.counters_add_up()
+        self.pinned_entries_are_there()
+        self.memory_holds_its_values(held)
+        self.pages_that_are_read_stay_as_they_are()
+        self.capacity_is_kept()
+
+    def every_page_has_one_owner(self, held: dict[int, list[int]]) -> None:
+        kv = [page for pages in held.values() for page in pages] + self.extra
         assert len(kv) == len(set(kv))
         assert sorted(kv) == np.flatnonzero(self.pool.owner == Owner.KV).tolist()
         assert len(kv) == self.kv.used_pages + len(self.extra)
         embedding = set(np.flatnonzero(self.pool.owner == Owner.EMBEDDING).tolist())
-        mine = set(self.embedding.pages)
+        mine = set(self.embedding.pages.tolist())
         assert mine <= embedding
         assert len(embedding - mine) == self.pool.pending_count
-        assert embedding - mine <= set(self.embedding.in_use), "only pins hold pages back"
+        assert embedding - mine <= set(self.reading.tolist()), "only pins hold pages back"
+        assert set(self.reading.tolist()) <= embedding, "a page that is read has a new owner"
         stats = self.pool.stats()
         assert stats.free + stats.embedding + stats.kv == PAGES
 
-    @invariant()
-    def books_agree(self) -> None:
-        if not hasattr(self, "pool"):
-            return
+    def books_agree(self, held: dict[int, list[int]]) -> None:
         stats = self.kv.stats()
-        held = self.held_now()
         in_flight = {user for batch in self.running for user in batch.users.tolist()}
         pinned = sum(len(pages) for user, pages in held.items() if user in in_flight)
         assert stats.pinned_pages == pinned
@@ -245,7 +364,16 @@ class NodeMachine(RuleBasedStateMachine):
         assert stats.tokens == self.kv.cached_tokens(list(range(USERS))).sum()
         assert self.kv.evictable_pages + pinned == stats.used_pages
 
-    @invariant()
+    def counters_add_up(self) -> None:
+        counters, raw = self.embedding.counters(), self.embedding.state.counters.tolist()
+        counted = counters.looked_up, counters.hit, counters.unique_misses
+        assert counted == (self.looked_up, self.hit, self.unique_misses)
+        assert raw[LOOKED_UP] == counters.hit + raw[MISSED]
+        assert counters.fetched_bytes == self.unique_misses * ROW_BYTES
+        assert counters.evicted_by_shrinking == self.shrunk
+        came = counters.inserted + counters.warmed
+        assert resident(self.embedding).size == came - counters.evicted
+
     def pinned_entries_are_there(self) -> None:
         for batch in self.running:
             for i, user in enumerate(batch.users.tolist()):
@@ -253,19 +381,25 @@ class NodeMachine(RuleBasedStateMachine):
                 row = batch.page_table[i]
                 self.assert_blocks(user, int(batch.stop[i]), row[row >= 0].tolist())
 
-    @invariant()
-    def resident_blocks_hold_their_values(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        self.embedding.check_rows()
-        held = self.held_now()
+    def memory_holds_its_values(self, held: dict[int, list[int]]) -> None:
+        check_cache(self.embedding, self.pool)
         for user, (length, pages) in self.stored.items():
             if held.get(user, [])[: len(pages)] == pages:
                 self.assert_blocks(user, length, pages)
 
-    @invariant()
+    def pages_that_are_read_stay_as_they_are(self) -> None:
+        if not self.pool.pending_count:
+            self.given_up = {}
+            return
+        memory = self.pool.memory.view(PAGES, -1)
+        owned = np.flatnonzero(self.pool.owner == Owner.EMBEDDING)
+        leaving = np.setdiff1d(owned, self.embedding.pages).tolist()
+        self.given_up = {page: self.given_up.get(page, memory[page].clone()) for page in leaving}
+        for page, before in self.given_up.items():
+            assert torch.equal(memory[page], before)
+
     def capacity_is_kept(self) -> None:
-        if not hasattr(self, "pool") or self.partition.pending_pages or self.extra:
+        if self.partition.pending_pages or self.extra:
             return
         assert self.pool.count(Owner.EMBEDDING) == self.partition.target_pages
         assert self.kv.used_pages <= self.kv.capacity_pages == PAGES - self.partition.target_pages
@@ -275,8 +409,7 @@ class NodeMachine(RuleBasedStateMachine):
             return
         while self.running:
             self.finish(0, commit=True)
-        if self.embedding.in_use:
-            self.embedding.end_lookup()
+        self.end_reading()
         for page in self.extra:
             self.pool.free_page(page)
         assert self.partition.settle().pending_pages == 0
@@ -284,30 +417,23 @@ class NodeMachine(RuleBasedStateMachine):
 
     # Values of blocks
 
-    def tokens_in_memory(
-        self, first: int, stop: int, pages: list[int]
-    ) -> list[tuple[torch.Tensor, float]]:
-        """K and V of tokens in every layer, and the number of (token, layer)."""
-        found = []
-        for token in range(first, stop):
-            for layer in range(LAYOUT.layers):
-                block = token // LAYOUT.block_tokens * LAYOUT.layers + layer
-                place = pages[block // 2] * 2 + block % 2
-                found.append(
-                    (
-                        self.kv.blocks[place, :, token % LAYOUT.block_tokens],
-                        token + layer / 8,
-                    )
-                )
-        return found
+    def memory_of(self, first: int, stop: int, pages: list[int]) -> tuple[np.ndarray, ...]:
+        """Blocks and places in them of tokens' K and V, and a number for each, [tokens, layers]."""
+        token = np.arange(first, stop)[:, None]
+        layer = np.arange(LAYOUT.layers)
+        block = token // LAYOUT.block_tokens * LAYOUT.layers + layer
+        place = np.array(pages, np.int64)[block // 2] * 2 + block % 2
+        return place, token % LAYOUT.block_tokens, token + layer / 8
 
     def write_blocks(self, user: int, first: int, stop: int, pages: list[int]) -> None:
-        for kv, number in self.tokens_in_memory(first, stop, pages):
-            kv.fill_(1000.0 * user + number)
+        place, within, number = self.memory_of(first, stop, pages)
+        values = (1000.0 * (user + 1) + number)[..., None, None, None]
+        self.kv.blocks.numpy()[place, :, within] = values
 
     def assert_blocks(self, user: int, tokens: int, pages: list[int]) -> None:
-        for kv, number in self.tokens_in_memory(0, tokens, pages):
-            assert bool((kv == 1000.0 * user + number).all())
+        place, within, number = self.memory_of(0, tokens, pages)
+        values = (1000.0 * (user + 1) + number)[..., None, None, None]
+        assert (self.kv.blocks.numpy()[place, :, within] == values).all()
 
 
 NodeMachine.TestCase.settings = settings(
