@@ -1,6 +1,7 @@
 """Sweep alpha over hot shares on a live node: `python -m eval.live_sweep --preset cpu-small`.
 
-Every request is executed. Prints P99, hit rates and utilisation, and the best alpha per hot share.
+Every request is executed. Prints P99, hit rates and utilisation, and the best alpha per hot share. With
+`--workload trace:FILE` the requests are recorded ones, the same for every alpha, and the hot share is theirs.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -32,8 +33,14 @@ class Args:
 
     preset: str = "cpu-small"
     """live preset, or the path of one"""
+    workload: str = "steady"
+    """steady, PRESET/steady, or trace:FILE"""
+    trace_counts: str | None = None
+    """per-user counts for the trace's synthetic base histories"""
+    on_bad_line: Literal["raise", "skip"] = "raise"
+    """a bad line of the trace is an error, or is left out and counted"""
     hot_shares: tuple[float, ...] = (0.1, 0.3, 0.6)
-    """of Steady"""
+    """of Steady; a trace has its own"""
     alphas: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """embedding shares, multiples of 0.01"""
     epoch_seconds: float | None = None
@@ -59,6 +66,7 @@ class Row:
     """One alpha at one hot share."""
 
     hot_share: float
+    """Steady's; a trace's as measured while warming up."""
     alpha: float
     requests: int
     requests_per_s: float
@@ -77,24 +85,42 @@ class Row:
 
 
 def sweep(args: Args, config: LiveConfig, node: LiveNode, speed: float) -> list[Row]:
-    """All rows, hot share by hot share: caches are emptied between hot shares, not between alphas."""
+    """All rows, hot share by hot share: caches are emptied between hot shares, not between alphas.
+
+    A trace starts over for every alpha, with empty caches, so that all serve the same part of it.
+    """
     rows = []
-    total = len(args.hot_shares) * len(args.alphas)
-    with tqdm(total=total, unit="cell", disable=None) as bar:
-        for hot_share in args.hot_shares:
-            scenario = Scenario(
-                steady_hot_share=hot_share,
-                kv_policy=args.kv_policy,
-                utilisation=config.utilisation * args.load,
+    scenarios = cells(args, config)
+    with tqdm(total=len(scenarios) * len(args.alphas), unit="cell", disable=None) as bar:
+        for scenario in scenarios:
+            backend = LiveBackend(
+                live_workload(scenario, config, node.entries_in_pool, speed), node
             )
-            workload = live_workload(scenario, config, node.entries_in_pool, speed)
-            backend = LiveBackend(workload, node)
-            backend.reset(args.seed)
-            backend.run(round(100 * args.alphas[0]), backend.warmup_s)
+            hot_share = scenario.steady_hot_share
             for alpha in args.alphas:
+                if scenario.trace is not None or alpha == args.alphas[0]:
+                    backend.reset(args.seed)
+                    warm = backend.run(round(100 * alpha), backend.warmup_s)
+                    hot_share = warm.hot_share if hot_share is None else hot_share
+                assert hot_share is not None
                 rows.append(measure(backend, hot_share, alpha, args, config))
                 bar.update()
     return rows
+
+
+def cells(args: Args, config: LiveConfig) -> list[Scenario]:
+    """Steady at each hot share, or the trace."""
+    scenario = Scenario.parse(
+        args.workload,
+        kv_policy=args.kv_policy,
+        utilisation=config.utilisation * args.load,
+        trace_counts=args.trace_counts,
+        trace_on_bad_line=args.on_bad_line,
+    )
+    if scenario.trace is not None:
+        return [scenario]
+    require(scenario.regime == "steady", "workload", args.workload, "a Steady, or trace:FILE")
+    return [replace(scenario, steady_hot_share=share) for share in args.hot_shares]
 
 
 def measure(backend: Any, hot_share: float, alpha: float, args: Args, config: LiveConfig) -> Row:

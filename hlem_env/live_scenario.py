@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from hlem_env import mdp
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.scenario import Scenario
@@ -14,22 +18,28 @@ from hlem_env.workload.regimes import (
     RegimeConfig,
     SyntheticWorkload,
 )
-from hlem_env.workload.requests import Catalogue
+from hlem_env.workload.requests import Catalogue, Workload
+from hlem_env.workload.traces import TOKENS_PER_INTERACTION, Trace, TraceWorkload
 
 if TYPE_CHECKING:
     from hlem_env.live.serving import LiveBackend
 
+REFERENCE_TOKENS = 10_000
+"""Mean history of the regimes' default node."""
 REFERENCE_ENTRIES = 476
-"""Histories of 10,000 tokens that fit in the 60 GB pool of the regimes' table of hot users."""
+"""Of those, what fits in the 60 GB pool of the regimes' table of hot users."""
+JITTER_EPOCHS = 0.2
+"""How far `trace_jitter` moves an arrival: the surrogate's second, at epochs of 5 s."""
 
 
 def live_scenario(scenario: Scenario, config: LiveConfig) -> Scenario:
     """The scenario with the node's sizes in place of its own.
 
     Raises:
-        ArgumentError: it is a trace: the live node's requests come from a regime's population.
+        ArgumentError: its trace is no file.
     """
-    require(scenario.trace is None, "workload", scenario.name, "a regime, with a live node")
+    if scenario.trace is not None:
+        require(Path(scenario.trace).is_file(), "path", scenario.trace, "an existing file")
     return replace(
         scenario,
         mean_history_tokens=config.mean_history_tokens,
@@ -44,15 +54,26 @@ def live_scenario(scenario: Scenario, config: LiveConfig) -> Scenario:
     )
 
 
-def live_workload(
-    scenario: Scenario, config: LiveConfig, entries: int, speed: float
-) -> SyntheticWorkload:
+def live_workload(scenario: Scenario, config: LiveConfig, entries: int, speed: float) -> Workload:
     """The scenario's requests for a node whose pool holds so many mean histories.
 
     Args:
-        entries: mean histories that fit in the pool: the hot population is in proportion.
+        scenario: a regime or a trace.
+        config: of the node.
+        entries: mean histories that fit in the pool: a regime's hot population is in proportion.
         speed: of this machine over that of the preset's load.
     """
+    factor = speed * scenario.utilisation / config.utilisation
+    load = LoadCurve(config.hot_share, config.requests_per_s).scaled(factor)
+    catalogue = Catalogue(
+        tables=config.tables,
+        rows_per_table=config.rows_per_table,
+        row_bytes=config.row_bytes,
+        zipf=config.zipf,
+        candidates=config.candidates,
+    )
+    if scenario.trace is not None:
+        return _trace_workload(live_scenario(scenario, config), config, catalogue, load)
     regime = RegimeConfig.preset(
         scenario.preset,
         scenario.regime,
@@ -70,16 +91,44 @@ def live_workload(
         episode_epochs=scenario.episode_epochs,
         epoch_seconds=config.epoch_seconds,
     )
-    catalogue = Catalogue(
-        tables=config.tables,
-        rows_per_table=config.rows_per_table,
-        row_bytes=config.row_bytes,
-        zipf=config.zipf,
-        candidates=config.candidates,
+    return SyntheticWorkload(replace(regime, catalogue=catalogue), load)
+
+
+def _trace_workload(
+    scenario: Scenario, config: LiveConfig, catalogue: Catalogue, load: LoadCurve
+) -> TraceWorkload:
+    """The trace with histories of the node's sizes, at the load's rate for the trace's hot share.
+
+    Base histories are as much shorter than the surrogate's as the preset's mean is. Where requests
+    are longer than that mean after all, they come as much less often.
+    """
+    shorter = config.mean_history_tokens / REFERENCE_TOKENS
+    trace = scenario.recorded(TOKENS_PER_INTERACTION * shorter)
+    workload = TraceWorkload(
+        trace,
+        catalogue,
+        config.max_history_tokens,
+        jitter_s=JITTER_EPOCHS * config.epoch_seconds,
+        jitter_at_reset=scenario.trace_jitter,
     )
-    load = LoadCurve(config.hot_share, config.requests_per_s)
-    factor = speed * scenario.utilisation / config.utilisation
-    return SyntheticWorkload(replace(regime, catalogue=catalogue), load.scaled(factor))
+    if scenario.time_scale is not None:
+        return workload.scaled_to(workload.mean_requests_per_s / scenario.time_scale)
+    longer = workload.mean_history_tokens / config.mean_history_tokens
+    window_s = mdp.HOT_WINDOW_EPOCHS * config.epoch_seconds
+    hot_share = 0.0
+    for _ in range(3):  # who is hot follows from the rate, and the rate from who is hot
+        rate = float(load(np.array([hot_share]))[0]) / longer
+        hot_share = _hot_share(trace, window_s * rate / trace.mean_requests_per_s)
+    return workload.scaled_to(rate)
+
+
+def _hot_share(trace: Trace, window_s: float) -> float:
+    """Share of the requests whose user has `HOT_REQUESTS` of them within the trailing window."""
+    by_user = np.argsort(trace.user, kind="stable")
+    user, arrival_s = trace.user[by_user], trace.arrival_s[by_user]
+    before = mdp.HOT_REQUESTS - 1
+    same = user[before:] == user[:-before]
+    return float((same & (arrival_s[before:] - arrival_s[:-before] <= window_s)).sum() / len(trace))
 
 
 def live_backend(scenario: Scenario, config: LiveConfig) -> LiveBackend:

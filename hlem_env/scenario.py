@@ -25,7 +25,12 @@ from hlem_env.surrogate.node import NodeConfig, SurrogateBackend
 from hlem_env.workload.regimes import PRESETS, REGIMES, RegimeConfig, SyntheticWorkload
 from hlem_env.workload.requests import Catalogue, Workload
 from hlem_env.workload.trace_readers import read_trace, read_user_counts
-from hlem_env.workload.traces import TraceWorkload, with_base_histories
+from hlem_env.workload.traces import (
+    TOKENS_PER_INTERACTION,
+    Trace,
+    TraceWorkload,
+    with_base_histories,
+)
 
 TRACE_SEED = 20260504
 """Draws a trace's synthetic base histories, the same in every run."""
@@ -196,22 +201,37 @@ class Scenario:
     def workload(self) -> Workload:
         """The requests, at the wanted utilisation."""
         if self.trace is not None:
-            return self._trace_workload(self.trace)
+            return self._trace_workload()
         config = self.regime_config()
         load = load_curve(config, self.node(), self.profile(), self.utilisation)
         return SyntheticWorkload(config, load)
+
+    def recorded(self, tokens_per_interaction: float = TOKENS_PER_INTERACTION) -> Trace:
+        """The trace, with histories as `trace_histories` says.
+
+        Args:
+            tokens_per_interaction: of synthetic base histories, which are cut to `max_history_tokens`.
+
+        Raises:
+            ArgumentError: there is no trace, or it is no file.
+            TraceFormatError: a line is bad.
+        """
+        require(self.trace is not None, "trace", self.trace, "the path of a file")
+        trace = read_trace(str(self.trace), self.trace_format, self.trace_on_bad_line)
+        if self.trace_histories == "native":
+            return trace
+        counts = read_user_counts(self.trace_counts) if self.trace_counts else None
+        rng = np.random.default_rng(TRACE_SEED)
+        return with_base_histories(
+            trace, counts, rng, tokens_per_interaction, self.max_history_tokens
+        )
 
     def build(self) -> SurrogateBackend:
         """A surrogate node that serves the workload."""
         return SurrogateBackend(self.workload(), self.node(), self.profile())
 
-    def _trace_workload(self, path: str) -> TraceWorkload:
-        trace = read_trace(path, self.trace_format, self.trace_on_bad_line)
-        if self.trace_histories == "base":
-            counts = read_user_counts(self.trace_counts) if self.trace_counts else None
-            trace = with_base_histories(
-                trace, counts, np.random.default_rng(TRACE_SEED), max_tokens=self.max_history_tokens
-            )
+    def _trace_workload(self) -> TraceWorkload:
+        trace = self.recorded()
         catalogue = self.regime_config().catalogue
         if self.zipf is None and "item_zipf" in trace.metadata:
             catalogue = replace(catalogue, zipf=round(float(trace.metadata["item_zipf"]), 2))

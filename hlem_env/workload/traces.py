@@ -23,6 +23,8 @@ from hlem_env.workload.requests import Catalogue, Requests
 COUNT_MEAN, COUNT_MEDIAN = 1226.0, 747.0
 """Interactions a user in 31 days, Taobao mobile set; they fit the lognormal of `counts=None`."""
 COUNT_SIGMA = math.sqrt(2.0 * math.log(COUNT_MEAN / COUNT_MEDIAN))
+TOKENS_PER_INTERACTION = 12.5
+"""Of synthetic base histories, at a maximum of 15,000 tokens."""
 
 Longs = NDArray[np.int64]
 
@@ -251,7 +253,7 @@ def with_base_histories(
     trace: Trace,
     counts: ArrayLike | None,
     rng: np.random.Generator | int,
-    scale: float = 12.5,
+    scale: float = TOKENS_PER_INTERACTION,
     max_tokens: int = 15_000,
 ) -> Trace:
     """The trace with a synthetic base history before each user's first request.

@@ -57,7 +57,6 @@ def test_a_live_environment_that_has_not_begun_can_be_copied() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"workload": "trace:somewhere.csv"}, "workload"),
         ({"workload": "training"}, "workload"),
         ({"hardware": "abacus"}, "abacus"),
     ],
