@@ -166,6 +166,12 @@ class Refill:
         return not waiting and not any(buffer.busy for buffer in self._buffers)
 
     @property
+    def refilling(self) -> bool:
+        """Whether rows for new pages wait or are under way; prefetch aside."""
+        under_way = any(buffer.busy and not buffer.prefetch for buffer in self._buffers)
+        return bool(self._work[False]) or under_way
+
+    @property
     def refill_bytes(self) -> int:
         """Bytes that refill moved over the link; waits for the device."""
         return int(self._moved[0]) * self.cache.tables.row_bytes

@@ -4,7 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from eval.statistics import Estimate, interquartile_mean, iqm, ratio_of_means, resample
+from eval.statistics import (
+    Estimate,
+    interquartile_mean,
+    iqm,
+    pooled_percentile,
+    ratio_of_means,
+    ratio_of_pooled_percentiles,
+    resample,
+)
+from hlem_env.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
@@ -69,3 +78,31 @@ def test_ratio_is_paired() -> None:
     assert paired.low == pytest.approx(0.9) and paired.high == pytest.approx(0.9)
     shuffled = ratio_of_means(0.9 * rng.permutation(seeds), seeds)
     assert shuffled.high - shuffled.low > 0.05
+
+
+def test_a_pooled_percentile_is_numpys_of_all_values_and_of_every_resample() -> None:
+    rng = np.random.default_rng(1)
+    groups = [rng.gamma(2.0, 10.0, n) for n in (3, 0, 40, 1, 7)]
+    for share in (0.0, 0.5, 0.99, 1.0):
+        found = pooled_percentile(groups, share)
+        assert found.value == pytest.approx(np.quantile(np.concatenate(groups), share))
+        drawn = [np.concatenate([groups[g] for g in index]) for index in resample(5)]
+        samples = [np.quantile(values, share) for values in drawn if values.size]
+        assert (found.low, found.high) == pytest.approx(tuple(np.percentile(samples, [2.5, 97.5])))
+
+
+def test_groups_and_not_values_are_drawn() -> None:
+    rng = np.random.default_rng(2)
+    alike = [np.full(50, value) for value in rng.normal(100, 10, 12)]
+    apart = np.split(rng.permutation(np.concatenate(alike)), 12)
+    widths = [e.high - e.low for e in (pooled_percentile(g, 0.5) for g in (alike, apart))]
+    assert widths[0] > 2 * widths[1]
+
+
+def test_a_ratio_of_pooled_percentiles_is_paired() -> None:
+    rng = np.random.default_rng(3)
+    groups = [rng.normal(mean, 1, 30) for mean in rng.normal(50, 10, 10)]
+    found = ratio_of_pooled_percentiles([2 * g for g in groups], groups, 0.9)
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
+    with pytest.raises(ArgumentError, match="empty"):
+        ratio_of_pooled_percentiles(groups, [np.empty(0)] * 10, 0.5)

@@ -56,7 +56,9 @@ def test_new_pages_get_the_rows_missed_most(index: str, device: str) -> None:
     cache.grow(pool.alloc_pages(5, Owner.EMBEDDING))
     refill = Refill(cache, chunk_rows=7)
     refill.refill(40)
+    assert refill.refilling
     run(refill)
+    assert not refill.refilling
     assert cache.contains(torch.arange(40, device=device)).all()
     assert cache.contains(torch.arange(100, 116, device=device)).all()  # nothing was evicted
     check_values(cache)
@@ -94,6 +96,7 @@ def test_prefetch_comes_first_and_evicts_no_rows_in_use(device: str) -> None:
     assert cache.contains(torch.tensor([50, 51, *range(8, 16)], device=device)).all()
     assert not cache.contains(torch.arange(300, 304, device=device)).any()  # no free slot
     refill.prefetch(torch.arange(100, 200, device=device))
+    assert not refill.refilling and not refill.idle
     run(refill)
     assert cache.contains(torch.tensor([50, 51, *range(8, 16)], device=device)).all()
     assert cache.resident_rows == 16
