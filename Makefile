@@ -21,7 +21,7 @@ help:
 	@echo "make demo    train a small policy, compare it with the baselines, write runs/demo/report.html"
 	@echo "make test    lint, then all tests"
 	@echo "make lint    ruff (rules and format), mypy --strict, import-linter"
-	@echo "make bench   time the surrogate and a decision; JSON in runs/bench"
+	@echo "make bench   time the surrogate, a decision and a live node on the CPU; JSON in runs/bench"
 	@echo "make clean   remove .venv, caches and build outputs; keep runs/"
 	@echo ""
 	@echo "PYTHON=python3.12       the Python, 3.11 or newer, that makes .venv (now: $(PYTHON))"
@@ -48,6 +48,7 @@ bench: $(STAMP)
 	$(BIN)/python -m eval.bench_surrogate --json runs/bench/surrogate.json
 	$(BIN)/python -m eval.bench_decision --json runs/bench/decision.json
 	$(BIN)/python -m eval.bench_pool --json runs/bench/pool.json
+	$(BIN)/python -m eval.bench_node --json runs/bench/node.json
 	@echo "Results: $(CURDIR)/runs/bench"
 
 clean:

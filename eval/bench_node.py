@@ -42,11 +42,11 @@ class Args:
     move_repeats: int = 20
     """timed moves of each size in each direction"""
     utilisation: float = 0.6
-    """share of time that the node is to be busy while refill is measured"""
+    """share of time that the load of the last part keeps the node busy while alpha stays"""
     hot_share: float = 0.3
-    """of the requests then, Steady"""
+    """of its requests, Steady"""
     refill_moves: int = 30
-    """moves up by 0.10 then, for each of: no refill, throttled, unthrottled"""
+    """moves up by 0.10 under it, for each of: no refill, throttled, unthrottled"""
     warm_s: float = 8.0
     """seconds of load before them, twice: once to set the rate"""
     settle_s: float = 0.6
@@ -146,7 +146,7 @@ def print_services(rows: list[Service], node: LiveNode, console: Console) -> Non
 
 def print_moves(rows: list[MoveTime], console: Console) -> None:
     """A line for each size and direction."""
-    table = Table(title="Moves of alpha, host time, both caches full", title_justify="left")
+    table = Table(title="Moves of alpha, host time, both caches full before", title_justify="left")
     for heading in (
         "alpha by",
         "samples",

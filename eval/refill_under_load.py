@@ -3,7 +3,7 @@
 Requests arrive open loop. In turns, and with each arm after each other, alpha goes down so that KV has
 more room, then up, so that the embedding cache gets pages to refill; and what requests took is looked up
 by when they arrived: while refill ran, for as long just before the move, and for as long after a move
-whose pages were left to fill by themselves.
+whose pages were left to fill by themselves, without even the search for the rows missed most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from eval.statistics import Estimate, pooled_percentile, ratio_of_pooled_percentiles
 from hlem_env.live.config import LiveConfig
@@ -37,6 +39,7 @@ class Plan:
     """How the load is made and how often alpha moves."""
 
     utilisation: float
+    """While alpha stays."""
     hot_share: float
     low_centi: int
     high_centi: int
@@ -83,7 +86,7 @@ class Outcome:
 
     requests_per_s: float
     utilisation: float
-    """Measured, over all that was served."""
+    """Measured, moves and refill included."""
     windows: list[Window]
     p99_over_before: dict[str, Estimate | None]
     """By arm: P99 during refill over that before."""
@@ -156,7 +159,7 @@ def measure_refill(node: LiveNode, plan: Plan, requests_per_s: float) -> Outcome
     begin_s, served.busy_s = served.now_s, 0.0
     refill = watch(node)
     cycles = []
-    for turn in range(plan.moves):
+    for turn in tqdm(range(plan.moves), unit="round", disable=None):
         for k in range(len(ARMS)):
             arm = ARMS[(turn + k * (1 + turn % 2)) % len(ARMS)]
             cycles.append(one_cycle(served, refill, arm, plan))
@@ -178,7 +181,9 @@ def start(node: LiveNode, plan: Plan, requests_per_s: float) -> Served:
 
 
 def watch(node: LiveNode) -> WatchedRefill:
-    """Give the node a refill that is watched."""
+    """Give the node a refill that is watched, when the old one has no copy under way."""
+    if node.device.type == "cuda":
+        torch.cuda.synchronize(node.device)
     bucket = TokenBucket(node.config.refill_gbps * 1e9)
     node.refill = refill = WatchedRefill(node.embedding, bucket)
     node.take_ahead_bytes()
