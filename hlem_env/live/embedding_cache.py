@@ -43,6 +43,7 @@ from hlem_env.live.row_index import DENSE_ROWS_MAX, DenseIndex, RowIndex, SetAss
 
 POLICIES = ("lru", "scan_resistant")
 INDEXES = ("dense", "set_associative")
+RING_ROWS_MAX = 2**23
 FEW_MISSES = 1024
 """Up to so many expected misses the hits are copied by the kernel that finds them."""
 REBASE_HALF_LIVES = 48.0
@@ -76,7 +77,9 @@ class EmbeddingCache:
         half_life_s: of the counts; 60 s are 12 epochs.
         emulated_link_gbps: on a CPU, a lookup takes at least as long as its missing bytes would on
             such a link (it sleeps); figures from it are those of an emulated link.
-        ring_rows: rows missed lately to remember for refill, a power of two.
+        ring_rows: rows missed lately to remember for refill, a power of two; by default twice the
+            pool's slots and more, at most 2^23. A row that was missed lately is resident until as
+            many others were missed, so that a shorter memory would know none that are not.
 
     Raises:
         ArgumentError: an argument is out of range, or rows do not fill a page of the pool.
@@ -92,7 +95,7 @@ class EmbeddingCache:
         dense_rows_limit: int = 2**30,
         half_life_s: float = 60.0,
         emulated_link_gbps: float | None = None,
-        ring_rows: int = 2**20,
+        ring_rows: int | None = None,
     ) -> None:
         require_choice("policy", policy, POLICIES)
         if index is None:
@@ -127,6 +130,8 @@ class EmbeddingCache:
             slots_index = DenseIndex(tables.n_rows, self.device)
         else:
             slots_index = SetAssociativeIndex(slab.shape[0], self.device)
+        if ring_rows is None:
+            ring_rows = min(1 << (2 * slab.shape[0] - 1).bit_length(), RING_ROWS_MAX)
         self.state = CacheState(slab, slots_index, policy == "scan_resistant", ring_rows)
         self._queue = reference.VictimQueue(self.state)
         self._pages: NDArray[np.int64] = np.empty(0, np.int64)

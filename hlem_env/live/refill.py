@@ -158,18 +158,19 @@ class Refill:
         ]
         self._moved = torch.zeros(2, dtype=torch.int64, device=device)
         self._link_free_s = 0.0
+        self._to_find = 0  # rows for new pages that have not been looked for yet
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is under way."""
-        waiting = any(self._work.values())
+        waiting = self._to_find > 0 or any(self._work.values())
         return not waiting and not any(buffer.busy for buffer in self._buffers)
 
     @property
     def refilling(self) -> bool:
         """Whether rows for new pages wait or are under way; prefetch aside."""
         under_way = any(buffer.busy and not buffer.prefetch for buffer in self._buffers)
-        return bool(self._work[False]) or under_way
+        return self._to_find > 0 or bool(self._work[False]) or under_way
 
     @property
     def refill_bytes(self) -> int:
@@ -182,11 +183,13 @@ class Refill:
         return int(self._moved[1]) * self.cache.tables.row_bytes
 
     def refill(self, n_rows: int) -> None:
-        """Warm free slots with the `n_rows` rows missed most of late; what waits from before is dropped."""
+        """Warm free slots with the `n_rows` rows missed most of late; what waits from before is dropped.
+
+        They are looked for at the next step.
+        """
         require(n_rows >= 0, "n_rows", n_rows, "0 or more")
         self._work[False].clear()
-        if n_rows:
-            self.insert(self.cache.hottest_missed(n_rows))
+        self._to_find = n_rows
 
     def insert(self, rows: Tensor) -> None:
         """Warm free slots with these rows, int64 [n]; resident, repeated and negative ones are left out."""
@@ -229,6 +232,10 @@ class Refill:
         if self._near_slo(p99_ms):
             self.paused_steps += not self.idle
             return 0
+        if self._to_find:
+            with self.aside(self.mark()):
+                self.insert(self.cache.hottest_missed(self._to_find))
+            self._to_find = 0
         begun = 0
         for buffer in self._buffers:
             if buffer.busy:

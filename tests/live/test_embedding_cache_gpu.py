@@ -142,8 +142,8 @@ def test_a_gpu_does_what_the_reference_defines(page_rows: int, dim: int) -> None
             other_pool.free_pages(got.shrink(9))
         elif kind == 2:
             evict = bool(rng.integers(2))
-            want.warm(keys + 10_000 * turn % 20_000, evict=evict)
-            got.warm(keys.cuda() + 10_000 * turn % 20_000, evict=evict)
+            want.warm((keys + 10_000 * turn) % 40_000, evict=evict)
+            got.warm((keys.cuda() + 10_000 * turn) % 40_000, evict=evict)
         torch.cuda.synchronize()
         assert contents(want) == contents(got)
         assert want.counters() == got.counters()
