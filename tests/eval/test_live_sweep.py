@@ -9,6 +9,8 @@ from eval.live_sweep import Args, main
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def preset(tmp_path: Path) -> Path:

@@ -19,6 +19,7 @@ from hlem_env.mdp import HOT_WINDOW_EPOCHS
 from hlem_env.scenario import Scenario
 from hlem_env.workload.traces import TraceWorkload
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = replace(
     LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, mean_history_tokens=100,
     max_history_tokens=160, rows_per_table=5000, emulated_link_gbps=None, token_budget=400,
