@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
+from hlem_env.command_line import run_command
 from hlem_env.live.attention import PagedKv, append_history, hstu_attention
 from hlem_env.live.kernels import attention_reference
 from hlem_env.machine import command, write_result
@@ -275,4 +275,4 @@ def median_ms(call: Callable[[], object], repeats: int = 30) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.bench_attention", main, Args)

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 
 from agents.actor_critic import ActorCritic
+from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.machine import command, machine, write_result
 from hlem_env.mdp import MdpConfig, observe
@@ -239,4 +239,4 @@ def percentiles_us(times_ns: NDArray[np.int64]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.bench_decision", main, Args)

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 
 from eval.device_timing import elapsed_ms, percentiles
 from eval.embedding_moves import PAGE_BYTES, bench_moves, bench_refill
+from hlem_env.command_line import run_command
 from hlem_env.errors import BackendError, require
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.fbgemm_ops import Tbe
@@ -341,4 +341,4 @@ def plain(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.bench_embedding", main, Args)

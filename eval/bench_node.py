@@ -6,20 +6,19 @@ alpha on the host; and what refill does to requests that are served meanwhile, u
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from eval.node_timing import MoveTime, Service, Visitors, time_moves, time_services
 from eval.refill_under_load import Outcome, Plan, measure_refill
 from eval.statistics import Estimate
-from hlem_env.errors import HlemError, require
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.machine import command, machine, write_result
@@ -204,11 +203,4 @@ def shown(estimate: Estimate | None, digits: int = 1) -> str:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        raise SystemExit(main(arguments))
-    except HlemError as error:
-        raise SystemExit(f"eval.bench_node: {error}") from error
-    except KeyboardInterrupt:
-        print("\nInterrupted: nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    run_command("eval.bench_node", main, Args)

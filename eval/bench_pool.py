@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 
+from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.eviction.policies import make_policy
 from hlem_env.live.kv_cache import KvCache, KvLayout
@@ -224,4 +224,4 @@ def timed(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.bench_pool", main, Args)

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 
+from hlem_env.command_line import run_command
 from hlem_env.env import HBMPartitionEnv, HBMPartitionVectorEnv
 from hlem_env.errors import require
 from hlem_env.machine import command, machine, write_result
@@ -390,4 +390,4 @@ def first_epoch_s() -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.bench_surrogate", main, Args)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from tqdm import tqdm
 
@@ -27,7 +26,8 @@ from eval.cells import collect, print_tables
 from eval.lineup import frozen_policies, resolve, shipped_policies
 from eval.report import write_report
 from eval.unit import GRID, Unit, run_unit, star_of
-from hlem_env.errors import HlemError, require
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
 from hlem_env.machine import command, write_result
 from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
@@ -224,11 +224,9 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        main(arguments)
-    except HlemError as error:
-        raise SystemExit(f"eval.compare: {error}") from error
-    except KeyboardInterrupt:
-        print(f"\nInterrupted; the same command goes on from {arguments.output}.", file=sys.stderr)
-        raise SystemExit(130) from None
+    run_command(
+        "eval.compare",
+        main,
+        Args,
+        lambda arguments: f"the same command goes on from {arguments.output}",
+    )

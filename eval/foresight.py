@@ -8,14 +8,12 @@ no controller can gain.
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import tyro
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +24,8 @@ from eval.compare import FIRST_SEED
 from eval.statistics import Estimate, ratio_of_means
 from eval.unit import GRID, mdp_config
 from hlem_env.backend import Runner, run_controller
-from hlem_env.errors import HlemError, require
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.optimum import hold_all, reachable, record_episode
@@ -144,11 +143,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        raise SystemExit(main(arguments))
-    except HlemError as error:
-        raise SystemExit(f"eval.foresight: {error}") from error
-    except KeyboardInterrupt:
-        print("\nInterrupted: nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    run_command("eval.foresight", main, Args)

@@ -6,18 +6,17 @@ Every request is executed. Prints P99, hit rates and utilisation, and the best a
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hlem_env.errors import HlemError, require
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
@@ -216,11 +215,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        raise SystemExit(main(arguments))
-    except HlemError as error:
-        raise SystemExit(f"eval.live_sweep: {error}") from error
-    except KeyboardInterrupt:
-        print("\nInterrupted: nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    run_command("eval.live_sweep", main, Args)

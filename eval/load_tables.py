@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
@@ -147,4 +146,4 @@ def line(table: Table) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.load_tables", main, Args)

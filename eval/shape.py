@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.machine import command, machine, write_result
 from hlem_env.scenario import Scenario
@@ -538,4 +538,4 @@ def _rounded(value: float | None) -> float | None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args)))
+    run_command("eval.shape", main, Args)

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from hlem_env.errors import ArtefactError, HlemError
+from hlem_env.command_line import run_command
+from hlem_env.errors import ArtefactError
 from hlem_env.machine import command, write_result
 
 HEADINGS = ("P99 ms", "QoS %", "gap", "P99 / best static", "room recovered %")
@@ -94,8 +95,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        main(arguments)
-    except HlemError as error:
-        raise SystemExit(f"eval.summary: {error}") from error
+    run_command("eval.summary", main, Args)

@@ -17,10 +17,11 @@ class ArgumentError(HlemError, ValueError):
 
     def __init__(self, name: str, value: object, allowed: str) -> None:
         self.name, self.value, self.allowed = name, value, allowed
-        super().__init__(name, value, allowed)
+        # The whole sentence is the one argument: some libraries print no more than the first.
+        super().__init__(f"{name}={value!r} is not allowed; allowed: {allowed}")
 
-    def __str__(self) -> str:
-        return f"{self.name}={self.value!r} is not allowed; allowed: {self.allowed}"
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, object, str]]:
+        return type(self), (self.name, self.value, self.allowed)
 
 
 class TraceFormatError(HlemError, ValueError):

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
 from tqdm import tqdm
 
-from hlem_env.errors import HlemError, require
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
@@ -131,11 +131,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        raise SystemExit(main(arguments))
-    except HlemError as error:
-        raise SystemExit(f"train.calibrate: {error}") from error
-    except KeyboardInterrupt:
-        print("\nInterrupted: nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    run_command("train.calibrate", main, Args)

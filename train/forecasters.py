@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -23,7 +22,8 @@ from agents.boosted_trees import MODEL_FILE
 from agents.forecast import ABOUT_FILE, FEATURE_NAMES, PRETRAINED
 from agents.lstm import WINDOW, LstmForecaster
 from agents.settings import tuned
-from hlem_env.errors import HlemError, require
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
 from hlem_env.machine import command, git_revision
 from train.labels import Labelled, LabelPlan, label
 
@@ -195,8 +195,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        main(arguments)
-    except HlemError as error:
-        raise SystemExit(f"train.forecasters: {error}") from error
+    run_command("train.forecasters", main, Args)

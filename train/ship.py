@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from tqdm import tqdm
 
+from hlem_env.command_line import run_command
 from hlem_env.machine import command, write_result
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -114,4 +114,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_command("train.ship", main, Args)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from agents.bayesian import BayesianOptimisation, BayesianSettings
 from agents.boosted_trees import BoostedTrees
@@ -27,8 +26,9 @@ from agents.pid import Pid, PidSettings
 from agents.settings import SETTINGS_FILE
 from agents.static import Static
 from hlem_env.backend import Runner, run_controller
+from hlem_env.command_line import run_command
 from hlem_env.controller import Controller
-from hlem_env.errors import HlemError, require, require_choice
+from hlem_env.errors import require, require_choice
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario, TrainingDomain
 from hlem_env.workload.regimes import REGIMES
@@ -319,8 +319,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args)
-    try:
-        main(arguments)
-    except HlemError as error:
-        raise SystemExit(f"train.tune: {error}") from error
+    run_command("train.tune", main, Args)
