@@ -64,13 +64,16 @@ class LiveConfig:
     measured_on: str
     seed: int = 1
     """Of weights, rows and items."""
+    cpu_threads: int = 1
+    """Of torch, while the node works on a CPU. Two are a fifth faster while nothing else runs; with
+    other work on their cores they wait for each other, and a batch takes tens of times as long."""
 
     def __post_init__(self) -> None:
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
         for name in ("pool_bytes", "page_bytes", "layers", "heads", "head_dim", "block_tokens",
                      "max_history_tokens", "tables", "rows_per_table", "token_budget", "candidates",
-                     "new_items"):  # fmt: skip
+                     "new_items", "cpu_threads"):  # fmt: skip
             value = getattr(self, name)
             require_number(name, value, whole=True)
             require(1 <= value <= 2**50, name, value, "1 to 2^50")

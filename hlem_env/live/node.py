@@ -13,7 +13,9 @@ One batch goes through
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -174,6 +176,10 @@ class LiveNode:
             waiting: those that have arrived and come next: their missing rows are fetched meanwhile.
             now_s: the workload's clock.
         """
+        with self._threads():
+            return self._execute(requests, waiting, now_s)
+
+    def _execute(self, requests: Requests, waiting: Requests, now_s: float) -> Executed:
         start_s = time.perf_counter()
         lengths = requests.history_length.astype(np.int64)
         new_items = requests.new_items.astype(np.int64)
@@ -209,7 +215,8 @@ class LiveNode:
     def idle(self, now_s: float) -> None:
         """Use a moment without requests to warm rows."""
         if not self.refill.idle:
-            self.refill.step(now_s, self.last_p99_ms)
+            with self._threads():
+                self.refill.step(now_s, self.last_p99_ms)
 
     def probe_ms(self, repeats: int = 20) -> float:
         """How fast this machine is: the median time of a batch of one mean history, nothing cached.
@@ -244,6 +251,19 @@ class LiveNode:
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """On a CPU, torch's threads as configured; the process has its own number back afterwards."""
+        if self.device.type != "cpu":
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.config.cpu_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _keys(
         self, users: Ints, window: Window, cached: Ints, lengths: Ints, served: int

@@ -153,3 +153,19 @@ def test_batches_keep_to_the_token_budget_and_cached_tokens_do_not_count() -> No
         requests = requests[count:]
     assert all(tokens <= CONFIG.token_budget for count, tokens in computed if count > 1)
     assert most > CONFIG.token_budget  # would not have fitted, had it not been cached
+
+
+def test_a_batch_runs_with_the_configured_threads_and_leaves_the_process_its_own() -> None:
+    node, requests = node_with(50), some_requests(1.0)
+    seen = []
+    forward = node.model.forward
+
+    def watched(*arguments: object) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    node.model.forward = watched  # type: ignore[method-assign]
+    torch.set_num_threads(2)
+    node.execute(requests[:1], requests[:0], 0.0)
+    assert seen == [CONFIG.cpu_threads] == [1]
+    assert torch.get_num_threads() == 2
