@@ -31,19 +31,23 @@ def regimes_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The scan-resistant cells of a result of eval.compare, by regime, in the paper's order.
 
     Raises:
-        ArtefactError: it has none, or one that lacks what a comparison writes.
+        ArtefactError: it has none, two of one regime, or one that lacks what a comparison writes.
     """
     try:
-        cells = {
-            cell["scenario"]["regime"]: cell
+        resistant = [
+            cell
             for cell in result["cells"]
             if cell["kv_policy"] == "scan_resistant" and cell["scenario"]["trace"] is None
-        }
+        ]
+        cells = {cell["scenario"]["regime"]: cell for cell in resistant}
+        workloads = [str(cell["workload"]) for cell in resistant]
         for cell in cells.values():
             for columns in cell["controllers"].values():
                 columns["summary"]["saturated"]
     except (KeyError, TypeError, AttributeError) as error:
         raise ArtefactError(f"not a result of eval.compare ({error!r})") from error
+    if len(cells) < len(resistant):
+        raise ArtefactError(f"one cell for each regime is needed; there are {', '.join(workloads)}")
     found = {regime: cells[regime] for regime in REGIMES if regime in cells}
     if not found:
         raise ArtefactError(

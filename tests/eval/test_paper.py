@@ -86,6 +86,8 @@ def test_only_scan_resistant_cells_count_in_the_papers_order() -> None:
     assert list(found) == ["steady", "burst"] and found["steady"] is cells[2]
     with pytest.raises(ArtefactError, match="scan-resistant"):
         paper.regimes_of({"cells": [cells[1]]})
+    with pytest.raises(ArtefactError, match="default/burst, default/burst"):
+        paper.regimes_of({"cells": [cells[0], cells[0]]})
     with pytest.raises(ArtefactError, match=r"eval\.compare"):
         paper.regimes_of({"cells": [{"kv_policy": "scan_resistant"}]})
 
