@@ -79,7 +79,9 @@ def track(
 
         star = alpha_star(backend, config, epochs, step_centi, repeats, jobs, progress=progress)
     backend.reset(seed)
-    held = hold_all(backend, record_episode(backend, epochs), list(GRID), jobs)
+    episode = record_episode(backend, epochs)
+    tokens = [r.history_length.sum() / max(len(r), 1) for r in episode.epochs]
+    held = hold_all(backend, episode, list(GRID), jobs)
     best = GRID[int(held.mean(axis=1).argmin())]
     lineup = [Static(best, BEST_STATIC), make("working-set", scenario)]
     lineup += frozen_policies(shipped_policies())
@@ -97,5 +99,6 @@ def track(
         "alpha_star": alpha.tolist(),
         "best_p99_ms": p99_ms.round(3).tolist(),
         "hot_share": by_minute(records[0].hot_share).round(4).tolist(),
+        "history_tokens": by_minute(tokens).round().tolist(),
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -73,7 +73,7 @@ def test_a_written_course_is_drawn_again_the_same(
 
 def test_the_committed_course_has_four_hours() -> None:
     committed = load(RESULTS / "paper_tracking.json")
-    assert len(committed["alpha_star"]) == 240
+    assert len(committed["alpha_star"]) == len(committed["history_tokens"]) == 240
     assert not any(course["saturated"] for course in committed["controllers"].values())
 
 
