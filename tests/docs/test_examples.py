@@ -99,7 +99,7 @@ def test_commands_exist(line: str) -> None:
     """The module is there and has every option that the page gives it."""
     words = shlex.split(line)
     module = importlib.import_module(words[words.index("-m") + 1])
-    known = {field.name for field in dataclasses.fields(module.Args)}
+    known = {field.name.removesuffix("_") for field in dataclasses.fields(module.Args)}
     options = {word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     options.discard("help")
     unknown = {o for o in options if o not in known and o.removeprefix("no_") not in known}
