@@ -8,7 +8,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("index", [DenseIndex(200, CPU), SetAssociativeIndex(64, CPU)])
 def test_rows_that_are_none_take_no_place(index: RowIndex) -> None:
-    """Compaction hands over slots without a row, as many as a set of the index has places."""
+    """As many at once as a set of the hashed index has places: they would push rows out of it."""
     stamp = torch.zeros(64, dtype=torch.int32)
     rows = torch.arange(0, 200, 10)
     assert index.insert(rows, torch.arange(20), stamp, now=1)[0].all()
