@@ -65,8 +65,8 @@ class LiveConfig:
     seed: int = 1
     """Of weights, rows and items."""
     cpu_threads: int = 1
-    """Of torch, while the node works on a CPU. Two are a fifth faster while nothing else runs; with
-    other work on their cores they wait for each other, and a batch takes tens of times as long."""
+    """Of torch, while the node works on a CPU. Two are faster while nothing else runs; with other work on
+    their cores they wait for each other (docs/live.md)."""
 
     def __post_init__(self) -> None:
         require_choice("device", self.device, DEVICES)
