@@ -3,15 +3,17 @@
 
 A request with a cached history computes about a hundred tokens, in kernels of a few microseconds each,
 and a host needs longer to launch them than a GPU to run them. A CUDA graph launches them at once, but
-for one shape of batch only. So tokens are rounded up: what is missing is a request of its own at the
-batch's end, all candidates, which see nobody and whom nobody sees.
+for one shape of batch only. So batches are rounded up to a few shapes: as many requests as there may be
+follow the real ones, and share the missing tokens as candidates, which see nobody and whom nobody sees.
 
-Batches of one request, and of several small ones, have graphs; others are too many shapes, and large
-enough not to need one.
+All shapes are recorded before the first request, since recording one takes as long as a hundred
+requests. Batches of one request and of several small ones have a shape; others are too many to record,
+and large enough not to need it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -22,15 +24,14 @@ from torch import Tensor
 from hlem_env.live.hstu import Hstu, HstuBatch, Parts, layout, pack, packed_size, unpack
 from hlem_env.live.paged_kv import PagedKv
 
-SMALL_TOKENS = 256
-"""Most new tokens of a request that shares a graph with others."""
 FINE, COARSE = 128, 1024
-"""Tokens are rounded up to multiples of these, by the longest request of a batch."""
-SHARED_TOKENS, SHARED_REQUESTS = 8192, 64
-"""Most tokens, and requests, that have a graph together."""
-
-PREPARED_REQUESTS = 16
-"""Small batches of up to so many requests are recorded ahead."""
+"""Tokens of a single request are rounded up to multiples of these, above COARSE to multiples of it."""
+TOGETHER = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of requests that have a graph together."""
+SMALL_TOKENS = (128, 256)
+"""Most new tokens of a request that shares a graph with others; each is rounded up to one of these."""
+SHARED_TOKENS = 8192
+"""Most tokens that have a graph together."""
 
 Ints = NDArray[np.int64]
 
@@ -39,11 +40,20 @@ class Shape(NamedTuple):
     """What one graph serves."""
 
     requests: int
-    tokens: int
-    """Rounded up; at most `longest` above the real number."""
+    """Most of a batch."""
     longest: int
-    """Upper bound of a request's new tokens."""
+    """Most new tokens of a request; the graph computes this many times `requests` tokens."""
     any_cached: bool
+
+    @property
+    def rows(self) -> int:
+        """Requests that the graph computes: the missing tokens fit into the second half."""
+        return 2 * self.requests
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the graph computes."""
+        return self.requests * self.longest
 
 
 class _Graph(NamedTuple):
@@ -52,7 +62,7 @@ class _Graph(NamedTuple):
 
 
 class HstuGraphs:
-    """Graphs of a model over one pool, recorded when a shape is first seen.
+    """Graphs of a model over one pool; `prepare` records them.
 
     Args:
         model: on a CUDA device.
@@ -70,26 +80,42 @@ class HstuGraphs:
         page_columns: int,
         most_tokens: int,
     ) -> None:
-        self.model, self.page_columns, self._most_tokens = model, page_columns, most_tokens
+        self.model, self.page_columns = model, page_columns
         self._blocks, self._blocks_per_page = blocks, blocks_per_page
-        most = max(_up(most_tokens, COARSE), SHARED_TOKENS)
+        self._most_tokens = _up(most_tokens, COARSE)
+        most = max(self._most_tokens, SHARED_TOKENS)
         self._tokens = torch.zeros(most, model.config.dim, dtype=blocks.dtype, device=blocks.device)
-        ints = 2 * most + (SHARED_REQUESTS + 1) * (page_columns + 4)
+        ints = 2 * most + 2 * (TOGETHER[-1] + 1) * (page_columns + 4)
         self._ints = torch.zeros(ints, dtype=torch.int32, device=blocks.device)
         self._staged = torch.zeros(ints, dtype=torch.int32).pin_memory()
         self._sent = torch.cuda.Event()
         self._graphs: dict[Shape, _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
+    @property
+    def prepared(self) -> frozenset[Shape]:
+        """The shapes that have been recorded."""
+        return frozenset(self._graphs)
+
     def shape(self, new_tokens: Ints, cached: Ints) -> Shape | None:
         """The shape that serves requests of so many new tokens, [B], or None."""
-        requests, total, most = len(new_tokens), int(new_tokens.sum()), int(new_tokens.max())
-        step = FINE if most <= COARSE else COARSE
-        longest = max(1 << (most - 1).bit_length(), FINE) if step == FINE else _up(most, step)
-        shape = Shape(requests, _up(total, step), longest, bool(cached.any()))
-        alone = requests == 1 and shape.tokens <= len(self._tokens)
-        small = most <= SMALL_TOKENS and requests <= SHARED_REQUESTS
-        return shape if alone or (small and shape.tokens <= SHARED_TOKENS) else None
+        requests, most = len(new_tokens), int(new_tokens.max())
+        if requests == 1:
+            longest = _up(most, FINE if most <= COARSE else COARSE)
+            return Shape(1, longest, bool(cached[0])) if longest <= self._most_tokens else None
+        if requests > TOGETHER[-1] or most > SMALL_TOKENS[-1]:
+            return None
+        rounded = TOGETHER[bisect_left(TOGETHER, requests)]
+        shape = Shape(rounded, SMALL_TOKENS[bisect_left(SMALL_TOKENS, most)], True)
+        return shape if shape.tokens <= SHARED_TOKENS else None
+
+    def prepare(self) -> None:
+        """Record every shape. It writes to no page."""
+        sizes = [*range(FINE, COARSE, FINE), *range(COARSE, self._most_tokens + 1, COARSE)]
+        alone = [Shape(1, size, cached) for size in sizes for cached in (False, True)]
+        together = [Shape(n, most, True) for n in TOGETHER for most in SMALL_TOKENS]
+        for shape in alone + [some for some in together if some.tokens <= SHARED_TOKENS]:
+            self._graphs[shape] = self._record(shape)
 
     def run(
         self,
@@ -110,49 +136,38 @@ class HstuGraphs:
             cached: [B] history tokens in the pages.
             pages: [B, at most page_columns]: the requests' pages, then -1.
         """
-        count = len(rows)
-        missing = shape.tokens - count
-        *parts, candidate_rows = layout(
-            np.append(new, 0), np.append(candidates, missing), np.append(cached, 0)
-        )
-        table = np.full((shape.requests + 1, self.page_columns), -1, np.int64)
-        table[:-1, : pages.shape[1]] = pages
-        whole: Parts = (*parts, candidate_rows[: int(candidates.sum())], table)
+        whole = self._parts(shape, new, candidates, cached, pages)
         size = packed_size(whole)
         self._sent.synchronize()
         pack(whole, self._staged[:size].numpy())
         self._ints[:size].copy_(self._staged[:size], non_blocking=True)
         self._sent.record()
-        torch.sum(rows, 1, out=self._tokens[:count])
-        graph = self._graphs.get(shape)
-        if graph is None:
-            graph = self._graphs[shape] = self._record(shape, whole)
+        torch.sum(rows, 1, out=self._tokens[: len(rows)])
+        graph = self._graphs[shape]
         graph.recorded.replay()
-        return graph.scores.clone()
+        return graph.scores[: int(candidates.sum())].clone()
 
-    def prepare(self, tables: int, new_items: int, candidates: int) -> None:
-        """Record what most batches need, so that no request waits for it.
+    def _parts(
+        self, shape: Shape, new: Ints, candidates: Ints, cached: Ints, pages: NDArray[np.int32]
+    ) -> Parts:
+        """What `layout` makes and the page table, rounded up to the shape."""
+        more = np.arange(shape.rows - len(new))
+        missing = shape.tokens - int((new + candidates).sum())
+        shares = np.clip(missing - shape.longest * more, 0, shape.longest)
+        *parts, candidate_rows = layout(
+            np.append(new, 0 * more), np.append(candidates, shares), np.append(cached, 0 * more)
+        )
+        scored = np.zeros(shape.tokens, np.int64)
+        scored[: candidate_rows.size] = candidate_rows
+        table = np.full((shape.rows, self.page_columns), -1, np.int64)
+        table[: len(pages), : pages.shape[1]] = pages
+        return (*parts, scored, table)
 
-        Those are single requests without cached history, and small ones with some. It writes to the
-        pool's first page: call it before anything is stored.
-
-        Args:
-            tables: of an item.
-            new_items: of a request with cached history.
-            candidates: of any request.
-        """
-        sizes = [*range(2 * COARSE, self._most_tokens, COARSE), self._most_tokens]
-        fresh = [([tokens - candidates], 0) for tokens in sizes if tokens > candidates]
-        for new, cached in fresh + [([new_items] * n, 1) for n in range(1, PREPARED_REQUESTS + 1)]:
-            history, old = np.array(new), np.full(len(new), cached)
-            tail = np.full(len(new), candidates)
-            shape = self.shape(history + tail, old)
-            if shape is not None and shape not in self._graphs:
-                count = int((history + tail).sum())
-                rows = self._tokens.new_zeros(count, tables, self._tokens.shape[1])
-                self.run(shape, rows, history, tail, old, np.zeros((len(new), 1), np.int32))
-
-    def _record(self, shape: Shape, parts: Parts) -> _Graph:
+    def _record(self, shape: Shape) -> _Graph:
+        none = np.zeros(0, np.int64)
+        parts = self._parts(shape, none, none, none, np.zeros((0, 1), np.int32))
+        pack(parts, self._staged[: packed_size(parts)].numpy())
+        self._ints.copy_(self._staged)
         *fields, table = unpack(parts, self._ints)
         batch = HstuBatch.of(fields, shape.longest, shape.any_cached)
         kv = PagedKv(

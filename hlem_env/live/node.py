@@ -101,13 +101,15 @@ class LiveNode:
         cuda = self.device.type == "cuda"
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, pin_memory=cuda)
         self._graphs: HstuGraphs | None = None
+        self._transfers = torch.cuda.Stream(self.device) if cuda else None
         self.reset(0)
         if cuda:
             self._graphs = HstuGraphs(
                 self.model, self.kv.blocks, self.kv.blocks_per_page, self.kv.max_pages,
                 config.max_history_tokens + config.candidates,
             )  # fmt: skip
-            self._graphs.prepare(config.tables, config.new_items, config.candidates)
+            self._graphs.prepare()
+            self._rehearse()
 
     def reset(self, persistent_users: int) -> None:
         """Empty both caches. User ids below `persistent_users` may come back."""
@@ -130,8 +132,9 @@ class LiveNode:
         )  # fmt: skip
         self.partition = Partition(self.pool, self.embedding, self.kv)
         self.refill = Refill(
-            self.embedding, TokenBucket(config.refill_gbps * 1e9), slo_ms=config.slo_ms
-        )
+            self.embedding, TokenBucket(config.refill_gbps * 1e9), slo_ms=config.slo_ms,
+            stream=self._transfers,
+        )  # fmt: skip
         self.last_p99_ms = 0.0
         """Of the last epoch; refill and prefetch pause while it is near the SLO."""
         self._served = self._missed = 0
@@ -212,11 +215,13 @@ class LiveNode:
             device_s=time.perf_counter() - start_s,
         )
 
-    def idle(self, now_s: float) -> None:
-        """Use a moment without requests to warm rows."""
-        if not self.refill.idle:
-            with self._threads():
-                self.refill.step(now_s, self.last_p99_ms)
+    def idle(self, now_s: float) -> bool:
+        """Use a moment without requests to warm rows; whether more remain to be moved."""
+        if self.refill.idle:
+            return False
+        with self._threads():
+            self.refill.step(now_s, self.last_p99_ms)
+        return not self.refill.idle
 
     def probe_ms(self, repeats: int = 20) -> float:
         """How fast this machine is: the median time of a batch of one mean history, nothing cached.
@@ -246,11 +251,33 @@ class LiveNode:
     def close(self) -> None:
         """Give the memory back. May be called twice."""
         for name in (
-            "tables", "pool", "model", "embedding", "kv", "partition", "refill", "_graphs",
+            "tables", "pool", "model", "embedding", "kv", "partition", "refill", "_graphs", "_transfers",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _rehearse(self) -> None:
+        """Do once, as large as it gets, what requests and moves may need; the caches are as new afterwards.
+
+        Else a request waits for a kernel's compilation (up to a second) or for memory (20 ms).
+        """
+        config, together = self.config, 4
+        length = min(config.token_budget // together, config.max_history_tokens) - 200
+        start_s = time.perf_counter()
+        for visit, alpha_centi in enumerate((50, 60, 40, 60)):
+            self.move(alpha_centi)
+            users = _PROBE_USER + visit * together + np.arange(2 * together)
+            lengths = np.full(users.shape, length)
+            new = lengths.copy()
+            if visit:  # one comes again: a batch in which some are cached
+                users[0], new[0] = _PROBE_USER, config.new_items
+                lengths[0] += visit * config.new_items
+            requests = Requests(np.zeros(users.shape), users, lengths, new)
+            self.execute(requests[:together], requests[together:], time.perf_counter() - start_s)
+            while self.refill.refilling:
+                self.refill.step(time.perf_counter() - start_s)
+        self.reset(0)
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:

@@ -123,6 +123,8 @@ class Refill:
         slo_ms: with it, nothing begins while P99 is at or above `pause_at` times this.
         pause_at: share of the SLO.
         programs: on CUDA, thread blocks that read rows.
+        stream: on CUDA, where it moves rows; by default a new one. Memory that was needed on a stream
+            once is there the next time.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -138,6 +140,7 @@ class Refill:
         slo_ms: float | None = None,
         pause_at: float = 0.9,
         programs: int = 64,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         require(chunk_rows >= 1, "chunk_rows", chunk_rows, "1 or more")
         require(buffers >= 1, "buffers", buffers, "1 or more")
@@ -147,7 +150,7 @@ class Refill:
         self.paused_steps = 0
         device, tables = cache.device, cache.tables
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stream = (stream or torch.cuda.Stream(device)) if self._cuda else None
         self._work: dict[bool, deque[_Work]] = {True: deque(), False: deque()}
         self._buffers = [
             _Buffer(

@@ -25,6 +25,9 @@ LONGEST_SLEEP_S = 0.02
 SPIN_S = 0.0002
 """The last part of a wait is spun: sleep wakes late by about this much."""
 
+TRANSFER_STEP_S = 0.0005
+"""While rows are moved ahead, an idle server looks after them this often."""
+
 
 class WallTime:
     """The time that passes, seconds."""
@@ -160,7 +163,8 @@ class LiveBackend:
             arrived = int(np.searchsorted(self._waiting.arrival_s, now_s, side="right"))
             if arrived == 0:
                 next_s = float(self._waiting.arrival_s[0]) if len(self._waiting) else end_s
-                self.node.idle(now_s)
+                if self.node.idle(now_s):
+                    next_s = min(next_s, now_s + TRANSFER_STEP_S)
                 clock.sleep_until(min(end_s, next_s))
                 continue
             count = self.node.first_batch(self._waiting[:arrived])

@@ -34,6 +34,7 @@ class Setting:
         self.graphs = HstuGraphs(
             self.model, self.blocks, BLOCKS_PER_PAGE, COLUMNS, CONFIG.max_history_tokens
         )
+        self.graphs.prepare()
 
     def check(self, new: list[int], cached: list[int]) -> None:
         """Scores and pages of a batch, both ways, from the same pages."""
@@ -71,6 +72,8 @@ def test_one_request_and_small_ones_together_cached_or_not() -> None:
         ([10, 0, 100], [2000, 5, 0]),
         ([10] * 8, [1500] * 8),
         ([10, 10, 10], [0, 0, 0]),
+        ([0, 107, 108, 109, 200], [1, 7, 0, 300, 1280]),
+        ([10] * 5, [300] * 5),
     ):
         setting.check(new, cached)
 
@@ -86,8 +89,23 @@ def test_a_graph_serves_other_batches_of_its_shape() -> None:
     assert len(shapes) == 1
 
 
+def test_recording_leaves_the_pages_alone() -> None:
+    setting = Setting(3)
+    before = setting.blocks.clone()
+    setting.graphs.prepare()
+    assert torch.equal(setting.blocks, before)
+
+
+def test_every_shape_that_is_offered_has_been_recorded() -> None:
+    setting = Setting(4)
+    for requests in (1, 2, 5, 17, 33, 64):
+        for most in (1, 128, 129, 256, 1025, 3999):
+            shape = setting.graphs.shape(np.full(requests, most), np.full(requests, 10))
+            assert shape is None or shape in setting.graphs.prepared
+
+
 def test_large_batches_of_several_requests_have_no_graph() -> None:
     setting = Setting(2)
     assert setting.graphs.shape(np.array([900, 900]), np.array([0, 0])) is None
-    assert setting.graphs.shape(np.array([4500]), np.array([0])) is not None
+    assert setting.graphs.shape(np.array([3900]), np.array([0])) is not None
     assert setting.graphs.shape(np.array([200_000]), np.array([0])) is None
