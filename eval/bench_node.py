@@ -191,6 +191,8 @@ def print_outcome(outcome: Outcome, args: Args, console: Console) -> None:
             soft_wrap=True,
         )
     console.print(f"95 % intervals over {args.refill_moves} moves each.")
+    for name, (median, most) in outcome.move_ms.items():
+        console.print(f"Moves {name}, host: median {median:.2f} ms, largest {most:.2f} ms")
 
 
 def shown(estimate: Estimate | None, digits: int = 1) -> str:

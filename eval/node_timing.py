@@ -185,9 +185,10 @@ def time_moves(visitors: Visitors, alpha_centi: int, repeats: int) -> list[MoveT
     visitors.node.move(alpha_centi)
     for step in STEPS_CENTI:
         up, down = [], []
-        for _ in range(repeats):
-            up.append(_time_move(visitors, alpha_centi + step))
-            down.append(_time_move(visitors, alpha_centi))
+        with _quiet():
+            for _ in range(repeats):
+                up.append(_time_move(visitors, alpha_centi + step))
+                down.append(_time_move(visitors, alpha_centi))
         rows += [_move_row(step, up), _move_row(-step, down)]
     return rows
 
@@ -197,11 +198,10 @@ def _time_move(visitors: Visitors, alpha_centi: int) -> tuple[float, int, int]:
     node = visitors.node
     visitors.fill()
     before = node.embedding.counters()
-    with _quiet():
-        _idle(node)
-        start_s = time.perf_counter()
-        move = node.move(alpha_centi)
-        taken_ms = 1000.0 * (time.perf_counter() - start_s)
+    _idle(node)
+    start_s = time.perf_counter()
+    move = node.move(alpha_centi)
+    taken_ms = 1000.0 * (time.perf_counter() - start_s)
     node.refill.refill(0)  # `fill` sees to the new pages
     gone = node.embedding.counters() - before  # what a move says of rows lags behind on a GPU
     return taken_ms, move.evicted_entries, gone.evicted_by_shrinking

@@ -8,6 +8,7 @@ whose pages were left to fill by themselves, without even the search for the row
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from eval.statistics import Estimate, pooled_percentile, ratio_of_pooled_percentiles
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
+from hlem_env.live.partition import Move
 from hlem_env.live.refill import Refill, TokenBucket
 from hlem_env.live.serving import LiveBackend
 from hlem_env.live_scenario import live_workload
@@ -32,6 +34,8 @@ NO_REFILL, THROTTLED, UNTHROTTLED = ARMS = ("no refill", "throttled", "unthrottl
 GAP_S = 0.1
 """Before a move: requests of this time may still wait when it happens, and count nowhere."""
 WINDOWS = ("before", "during", "no refill")
+DRAINED_S = 0.05
+"""Measuring begins when nobody has waited for longer, or after ten times the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Outcome:
     """By arm: mean of what it moved."""
     finished: dict[str, float]
     """By arm: share of moves after which it ended within the time observed."""
+    move_ms: dict[str, list[float]]
+    """"up" and "down": what `LiveNode.move` took on the host under this load, median and largest."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -156,8 +162,11 @@ def measure_refill(node: LiveNode, plan: Plan, requests_per_s: float) -> Outcome
     requests_per_s *= plan.utilisation / max(busy, plan.utilisation / 4)
     served = start(node, plan, requests_per_s)
     served.run(plan.low_centi, plan.warm_s)
+    for _ in range(round(9 * plan.warm_s / plan.settle_s)):  # cold caches have made a queue
+        if served.run(plan.low_centi, plan.settle_s).backlog_age_s < DRAINED_S:
+            break
     begin_s, served.busy_s = served.now_s, 0.0
-    refill = watch(node)
+    refill, moves = watch(node), watch_moves(node, plan)
     cycles = []
     for turn in tqdm(range(plan.moves), unit="round", disable=None):
         for k in range(len(ARMS)):
@@ -165,7 +174,8 @@ def measure_refill(node: LiveNode, plan: Plan, requests_per_s: float) -> Outcome
             cycles.append(one_cycle(served, refill, arm, plan))
     utilisation = served.busy_s / (served.now_s - begin_s)
     served.run(plan.low_centi, plan.settle_s)  # what still waits
-    return summarise(served, cycles, requests_per_s, utilisation)
+    move_ms = {name: [float(np.median(ms)), max(ms)] for name, ms in moves.items()}
+    return summarise(served, cycles, requests_per_s, utilisation, move_ms)
 
 
 def start(node: LiveNode, plan: Plan, requests_per_s: float) -> Served:
@@ -188,6 +198,24 @@ def watch(node: LiveNode) -> WatchedRefill:
     node.refill = refill = WatchedRefill(node.embedding, bucket)
     node.take_ahead_bytes()
     return refill
+
+
+def watch_moves(node: LiveNode, plan: Plan) -> dict[str, list[float]]:
+    """Note what moves between the two alphas take from now on, milliseconds, "up" and "down"."""
+    taken_ms: dict[str, list[float]] = {"up": [], "down": []}
+    move, at = node.move, [plan.low_centi]
+
+    def timed(alpha_centi: int) -> Move:
+        start_s = time.perf_counter()
+        moved = move(alpha_centi)
+        if alpha_centi != at[0]:
+            name = "up" if alpha_centi > at[0] else "down"
+            taken_ms[name].append(1e3 * (time.perf_counter() - start_s))
+        at[0] = alpha_centi
+        return moved
+
+    setattr(node, "move", timed)  # noqa: B010 - of this node alone
+    return taken_ms
 
 
 def one_cycle(served: Served, refill: WatchedRefill, arm: str, plan: Plan) -> Cycle:
@@ -214,7 +242,11 @@ def one_cycle(served: Served, refill: WatchedRefill, arm: str, plan: Plan) -> Cy
 
 
 def summarise(
-    served: Served, cycles: list[Cycle], requests_per_s: float, utilisation: float
+    served: Served,
+    cycles: list[Cycle],
+    requests_per_s: float,
+    utilisation: float,
+    move_ms: dict[str, list[float]],
 ) -> Outcome:
     """Percentiles by arm and window; moves are drawn anew as a whole."""
     arrival_s, latency_ms = np.concatenate(served.arrival_s), np.concatenate(served.latency_ms)
@@ -247,6 +279,7 @@ def summarise(
         refill_ms={a: mean(1e3 * (c.ended_s - c.move_s) for c in r) for a, r in refilled.items()},
         refill_mb={a: mean(c.refill_bytes / 1e6 for c in r) for a, r in refilled.items()},
         finished={a: mean(float(c.finished) for c in r) for a, r in refilled.items()},
+        move_ms=move_ms,
     )
 
 

@@ -133,7 +133,7 @@ class Partition:
 
     def _shrink(self, n: int) -> None:
         pages = self._embedding.shrink(n)
-        if pages.size > n or (self.pool.owner[pages] != Owner.EMBEDDING).any():
+        if pages.size > n or (self.pool.owner[pages] != int(Owner.EMBEDDING)).any():
             raise BackendError(
                 f"the embedding cache was to give up {n} pages and gave {pages.tolist()[:16]}: more, "
                 "or not its own"

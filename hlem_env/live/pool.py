@@ -33,6 +33,10 @@ class Owner(enum.IntEnum):
     KV = 2
 
 
+_FREE, _EMBEDDING, _KV = (int(owner) for owner in Owner)
+# Arrays compare with plain integers: numpy needs 10 us to find out what an enum's member is.
+
+
 class PoolExhausted(BackendError):
     """More pages were asked for than are free."""
 
@@ -89,7 +93,7 @@ class Pool:
 
     def reset(self) -> None:
         """All pages are free and nothing is pinned, whoever had them; the memory stays as it is."""
-        self.owner: NDArray[np.int8] = np.full(self.pages, Owner.FREE, np.int8)
+        self.owner: NDArray[np.int8] = np.full(self.pages, _FREE, np.int8)
         """[pages], to read only."""
         self._pins: NDArray[np.int32] = np.zeros(self.pages, np.int32)
         self._pending: NDArray[np.bool_] = np.zeros(self.pages, np.bool_)
@@ -106,12 +110,12 @@ class Pool:
     @property
     def free_count(self) -> int:
         """Pages that nobody owns."""
-        return self._count[Owner.FREE]
+        return self._count[_FREE]
 
     @property
     def pending_count(self) -> int:
         """Pages freed while pinned: they stay their owner's until the last pin goes."""
-        return self._pending_count[Owner.EMBEDDING] + self._pending_count[Owner.KV]
+        return self._pending_count[_EMBEDDING] + self._pending_count[_KV]
 
     def count(self, owner: Owner) -> int:
         """Pages of an owner, its pending ones included."""
@@ -179,8 +183,8 @@ class Pool:
         first = len(self._free) - n
         pages = np.array(self._free[first:], np.int64)[::-1].copy()  # as n pops would
         del self._free[first:]
-        self.owner[pages] = owner
-        self._count[Owner.FREE] -= n
+        self.owner[pages] = int(owner)
+        self._count[_FREE] -= n
         self._count[owner] += n
         return pages
 
@@ -288,22 +292,22 @@ class Pool:
     def _checked(self, pages: ArrayLike, verb: str) -> NDArray[np.int64]:
         """The same, all owned and not yet freed."""
         ids = self._ids(pages)
-        bad = (self.owner[ids] == Owner.FREE) | self._pending[ids]
+        bad = (self.owner[ids] == _FREE) | self._pending[ids]
         if bad.any():
             raise self._not_in_use(ids[bad], verb)
         return ids
 
     def _release(self, ids: NDArray[np.int64]) -> None:
         self._add(self._count, ids, -1)
-        self._count[Owner.FREE] += ids.size
-        self.owner[ids] = Owner.FREE
+        self._count[_FREE] += ids.size
+        self.owner[ids] = _FREE
         self._free.frombytes(ids[::-1].tobytes())
 
     def _add(self, counts: list[int], ids: NDArray[np.int64], sign: int) -> None:
         """Add pages, by owner, to `counts`."""
-        kv = int(np.count_nonzero(self.owner[ids] == Owner.KV))
-        counts[Owner.KV] += sign * kv
-        counts[Owner.EMBEDDING] += sign * (ids.size - kv)
+        kv = int(np.count_nonzero(self.owner[ids] == _KV))
+        counts[_KV] += sign * kv
+        counts[_EMBEDDING] += sign * (ids.size - kv)
 
     def _exhausted(self, n: int, owner: Owner) -> PoolExhausted:
         return PoolExhausted(

@@ -61,6 +61,8 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         for arm in ("throttled", "unthrottled")
         for window in ("before", "during", "no refill")
     ]
+    assert set(refill["move_ms"]) == {"up", "down"}
+    assert all(0 < median <= most for median, most in refill["move_ms"].values())
     assert refill["utilisation"] > 0 and refill["requests_per_s"] > 0
 
 
@@ -75,7 +77,7 @@ def test_requests_belong_to_the_window_in_which_they_arrived() -> None:
         Cycle(UNTHROTTLED, 3.0, 3.2, False, 6e6),
         Cycle(NO_REFILL, 5.0, 5.0, True, 0.0),
     ]
-    outcome = summarise(served, cycles, 2.0, 0.5)
+    outcome = summarise(served, cycles, 2.0, 0.5, {})
     found = {(row.arm, row.window): (row.requests, row.p50_ms) for row in outcome.windows}
     medians = {key: (n, estimate and estimate.value) for key, (n, estimate) in found.items()}
     assert medians == {
@@ -96,7 +98,7 @@ def test_requests_belong_to_the_window_in_which_they_arrived() -> None:
 def test_windows_without_requests_have_no_percentiles() -> None:
     cycles = [Cycle(arm, 1.0, 1.5, True, 0.0) for arm in (NO_REFILL, THROTTLED, UNTHROTTLED)]
     served = Served(SimpleNamespace(), 6.0, [np.array([5.0])], [np.array([3.0])])
-    outcome = summarise(served, cycles, 2.0, 0.5)
+    outcome = summarise(served, cycles, 2.0, 0.5, {})
     assert all(row.p99_ms is None and row.requests == 0 for row in outcome.windows)
     assert set(outcome.p99_over_no_refill.values()) == {None}
 
