@@ -25,6 +25,9 @@ from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.telemetry import EpochStats
 
+DRAINED_EPOCHS = 0.1
+"""A queue whose oldest request is younger than this is no longer another alpha's."""
+
 
 @dataclass
 class Args:
@@ -47,7 +50,7 @@ class Args:
     load: float = 1.0
     """factor on the preset's request rate"""
     settle_epochs: int = 8
-    """after each move, not measured"""
+    """after each move, not measured; up to twice as many while a queue is left"""
     epochs: int = 20
     """measured at each alpha"""
     seed: int = 1
@@ -126,6 +129,10 @@ def measure(backend: Any, hot_share: float, alpha: float, args: Args, config: Li
     """Move to an alpha, let the caches settle, and measure."""
     centi, seconds = round(100 * alpha), config.epoch_seconds
     before: EpochStats = backend.run(centi, args.settle_epochs * seconds)
+    for _ in range(args.settle_epochs):  # of the alpha before, or of cold caches
+        if before.backlog_age_s < DRAINED_EPOCHS * seconds:
+            break
+        before = backend.run(centi, seconds)
     epochs: list[EpochStats] = [backend.run(centi, seconds) for _ in range(args.epochs)]
     whole = epochs[0]
     for epoch in epochs[1:]:

@@ -43,6 +43,8 @@ from hlem_env.workload.requests import Requests
 
 Ints = NDArray[np.int64]
 _PROBE_USER = 1 << 39
+REMEMBERED_USERS = 2**14
+"""Whose requests the KV cache counts, at least: on both presets those of several half-lives of the counts."""
 PREFETCH_TOKENS = 512
 """New history of the requests that come next, from which on its rows are fetched ahead: on an H100 the
 rows of fewer tokens come over the link in less time than the host needs to plan it (0.6 ms)."""
@@ -129,6 +131,7 @@ class LiveNode:
         self.kv = KvCache(
             self.pool, layout, make_policy(self._kv_policy, half_life_s),
             max_history_tokens=config.max_history_tokens,
+            max_users=max(REMEMBERED_USERS, 4 * self.pool.pages),
         )  # fmt: skip
         self.partition = Partition(self.pool, self.embedding, self.kv)
         self.refill = Refill(
