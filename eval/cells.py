@@ -10,9 +10,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eval.lineup import BEST_STATIC
+from eval.names import ALPHA_STAR, BEST_STATIC, FORESEEN, REACHABLE
+from eval.ranking import ranking, verdict_sentences
 from eval.statistics import iqm, ratio_of_means
-from eval.unit import ALPHA_STAR, FORESEEN, REACHABLE, Unit
+from eval.unit import Unit
 from hlem_env.scenario import Scenario
 
 SUMMARISED = ("p99_ms", "qos", "movement", "gap", "regret", "decision_us_p50", "decision_us_p99")
@@ -120,6 +121,7 @@ def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
             title_justify="left",
         )
         headings = (
+            "rank",
             "controller",
             "P99 ms",
             "QoS %",
@@ -132,9 +134,11 @@ def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
         )
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "controller" else "right")
-        for name, columns in cell["controllers"].items():
-            table.add_row(name, *_cells(columns["summary"]))
+        for place in ranking(cell):
+            summary = cell["controllers"][place.name]["summary"]
+            table.add_row(str(place.rank or ""), place.name, *_cells(summary))
         console.print(table)
+        console.print(" ".join(verdict_sentences(cell)), markup=False)
         if "trace" in cell:
             skipped = cell["trace"].get("skipped", 0)
             console.print(f"{skipped} bad lines skipped; {cell['trace'].get('notes')}")

@@ -28,7 +28,7 @@ from eval.report import write_report
 from eval.unit import GRID, Unit, run_unit, star_of
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
-from hlem_env.machine import command, write_result
+from hlem_env.machine import command, git_revision, write_result
 from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.load import tables_digest
@@ -211,6 +211,7 @@ def main(args: Args) -> None:
     print_tables(cells, Console(width=150 if not sys.stdout.isatty() else None))
     payload = {
         "title": args.title,
+        "revision": git_revision(),
         "load_tables": tables_digest(),
         "slo_ms": MdpConfig().slo_ms,
         "policies": [relative(folder) for folder in policies],
@@ -219,7 +220,8 @@ def main(args: Args) -> None:
     results = args.output / "results.json"
     for path in {results, args.json or results}:
         write_result(path, command("eval.compare"), payload)
-    report = write_report(args.output, results, policies)
+    report = args.output / "report.html"
+    write_report(results, report, policies)
     print(f"Results in {results}, report in {report}")
 
 

@@ -14,13 +14,13 @@ from agents.ppo_only import PpoOnly
 from agents.registry import BUILT_IN, factory, make
 from agents.settings import SETTINGS_FILE
 from agents.static import Static
+from eval.names import BEST_STATIC, DESIGN_POINT
 from hlem_env.controller import Controller
 from hlem_env.errors import ArgumentError
 from hlem_env.scenario import Scenario
 from serving_bridge.policy import FrozenPolicy
 
 STATIC_CENTI = (10, 30, 50, 70, 90)
-BEST_STATIC, DESIGN_POINT = "best static in hindsight", "design-point static"
 
 REFERENCES = ("static", "design-point", "ppo", "oracles")
 """What the comparison itself makes; the other names are the registry's. The best static split in

@@ -1,24 +1,39 @@
 """What the paper reports, and how ours is shown beside it.
 
 "One Pool, Two Caches" (arXiv 2605.04450) measured on 32 nodes with A100 GPUs; ours is a simulated
-node. Its gaps to alpha* are in `eval.report_page.PAPER_GAP`.
+node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from eval.report_page import PAPER_ROWS
+from eval.names import BEST_STATIC
 from hlem_env.errors import ArtefactError
 from hlem_env.machine import command
 from hlem_env.workload.regimes import REGIMES
 
 NONE = "-"
 FULL = "full controller"
+PAPER_GAP = {
+    "steady": {"full": 0.019, "ppo": 0.043, "lstm": 0.041, "static": 0.092},
+    "trend": {"full": 0.023, "ppo": 0.051, "lstm": 0.069, "static": 0.061},
+    "burst": {"full": 0.031, "ppo": 0.042, "lstm": 0.051, "static": 0.072},
+}
+"""Mean |alpha - alpha*|."""
+PAPER_ROWS: tuple[tuple[str, str, Callable[[str], bool]], ...] = (
+    ("static", "best static", lambda name: name == BEST_STATIC),
+    ("ppo", "PPO only", lambda name: name.lower().startswith("ppo-only")),
+    ("lstm", "LSTM + OFT + RC", lambda name: name.lower().startswith("lstm+oft+rc")),
+    ("full", FULL, lambda name: name.lower().startswith("smart")),
+)
+"""Key in `PAPER_GAP`, the paper's controller, which of ours are like it."""
+PAPER_P99_BELOW = (0.24, 0.38)
+"""By how much the full controller's P99 is under the best static split's, over the regimes."""
 PAPER_QOS = {"steady": 0.996, "trend": 0.989, "burst": 0.935}
 """Share of requests within the SLO, full controller."""
 PAPER_DECISION_US = 32

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from eval import paper
-from eval.lineup import BEST_STATIC
-from eval.report_page import ORACLES, PAPER_GAP
+from eval.names import BEST_STATIC, ORACLES
 from eval.summary import load, show
 from hlem_env.command_line import run_command
 from hlem_env.errors import ArtefactError
@@ -78,7 +77,7 @@ def gap_table(cells: Cells) -> str:
             for regime in cells
             for figure in (
                 ours(regime, name),
-                f"{PAPER_GAP[regime][like]:.3f}" if like else paper.NONE,
+                f"{paper.PAPER_GAP[regime][like]:.3f}" if like else paper.NONE,
             )
         ]
 

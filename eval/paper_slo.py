@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 
 from eval import paper
 from eval.figures import GRID, INK, LIMIT, MUTED, SERIES, STATIC, STYLE
-from eval.lineup import BEST_STATIC, DESIGN_POINT
+from eval.names import ORACLES, is_static
 from eval.paper_control import RESULT, Cells, metric_table, summary_of
-from eval.report_page import ORACLES
 from eval.summary import load
 from hlem_env.command_line import run_command
 from hlem_env.machine import command, write_result
@@ -50,8 +49,7 @@ def colour_of(name: str) -> str:
     """Static splits grey, oracles dark, the others blue."""
     if name in ORACLES:
         return INK
-    is_static = name.startswith("static ") or name in (BEST_STATIC, DESIGN_POINT)
-    return STATIC if is_static else SERIES[0]
+    return STATIC if is_static(name) else SERIES[0]
 
 
 def draw(shares: dict[str, dict[str, dict[str, float]]], slo_ms: Any) -> Figure:

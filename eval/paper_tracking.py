@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from eval import paper
 from eval.compare import FIRST_SEED
 from eval.figures import GRID, INK, LIMIT, MUTED, SERIES, STATIC, STYLE
-from eval.lineup import BEST_STATIC
-from eval.report_page import PAPER_GAP
+from eval.names import BEST_STATIC
 from eval.tracking import track
 from hlem_env.command_line import run_command
 from hlem_env.errors import ArtefactError, require
@@ -79,11 +78,16 @@ def table(values: dict[str, Any]) -> str:
     for name, course in values["controllers"].items():
         like = paper.counterpart(name)
         figures = [f"{course[key]:.3f}" for key in ("gap", "gap_to_epoch_star")]
-        figures.append(f"{PAPER_GAP['trend'][like]:.3f}" if like else paper.NONE)
+        figures.append(f"{paper.PAPER_GAP['trend'][like]:.3f}" if like else paper.NONE)
         figures += [f"{course['mean_p99_ms']:.2f}", f"{100 * course['qos']:.2f}"]
         rows.append([name, *figures, f"{course['movement']:.1f}"])
     rows.append(
-        [f"the paper's {paper.FULL}", paper.NONE, paper.NONE, f"{PAPER_GAP['trend']['full']:.3f}"]
+        [
+            f"the paper's {paper.FULL}",
+            paper.NONE,
+            paper.NONE,
+            f"{paper.PAPER_GAP['trend']['full']:.3f}",
+        ]
         + [paper.NONE] * 3
     )
     scenario = values["scenario"]

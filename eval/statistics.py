@@ -53,6 +53,12 @@ def ratio_of_means(numerator: Floats, denominator: Floats) -> Estimate:
     return _estimate(float(numerator.mean() / denominator.mean()), samples)
 
 
+def difference_of_means(left: Floats, right: Floats) -> Estimate:
+    """mean(left) - mean(right) over seeds, paired ([seeds] each)."""
+    samples = (left - right)[resample(left.size)].mean(axis=-1)
+    return _estimate(float(left.mean() - right.mean()), samples)
+
+
 def pooled_percentile(groups: Sequence[Floats], share: float) -> Estimate:
     """Percentile of all values of all groups; the interval draws whole groups anew.
 

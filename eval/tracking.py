@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from agents.registry import make
 from agents.static import Static
-from eval.lineup import BEST_STATIC, frozen_policies, shipped_policies
+from eval.lineup import frozen_policies, shipped_policies
+from eval.names import BEST_STATIC
 from eval.records import Record, run_record
 from eval.unit import GRID, mdp_config
 from hlem_env.scenario import Scenario

@@ -15,6 +15,7 @@ from agents.oracle import Planned
 from eval.figures import alpha_star_summary
 from eval.guard import ControllerFault, Guarded
 from eval.lineup import baselines_digest, entries
+from eval.names import ALPHA_STAR, FORESEEN, REACHABLE
 from eval.records import Record, run_record
 from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
@@ -30,7 +31,6 @@ from hlem_env.surrogate.optimum import (
 from hlem_env.workload.traces import TraceWorkload
 
 GRID = range(10, 91, 2)
-ALPHA_STAR, REACHABLE, FORESEEN = "alpha* oracle", "reachable oracle", "foreseen oracle"
 
 
 @dataclass(frozen=True)

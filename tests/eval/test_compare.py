@@ -5,9 +5,10 @@ import pytest
 
 from eval.cells import collect
 from eval.compare import Args, plan_units, quick, workloads
-from eval.lineup import ALL, BEST_STATIC, DEFAULT, resolve
+from eval.lineup import ALL, DEFAULT, resolve
+from eval.names import ALPHA_STAR, BEST_STATIC, FORESEEN, REACHABLE
 from eval.records import Record, replay
-from eval.unit import ALPHA_STAR, FORESEEN, REACHABLE, Unit, run_unit
+from eval.unit import Unit, run_unit
 from hlem_env.errors import ArgumentError
 from hlem_env.scenario import Scenario
 

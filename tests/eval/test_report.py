@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import cells, lineup, report, report_page, unit
+from eval import cells, names, report, report_style
 from eval.figures import RAMP, SERIES, alpha_star_summary, by_hot_share, smoothed
+from eval.learning import read_learning, step_of_share
 from eval.records import Record
-from eval.report import load_results, read_learning, step_of_share, write_picture, write_report
+from eval.report import write_picture, write_report
+from eval.results import load_results
 from hlem_env.errors import ArgumentError, ArtefactError
 from hlem_env.scenario import Scenario
 
@@ -22,11 +24,11 @@ NASTY = '<img src=x onerror="alert(1)">&$x_1$.csv'
 MOVING = ("working-set rule", "ppo-only", "ppo-only (working set) [Eq. 5]", "<b>own</b>")
 NAMES = (
     "static 0.10",
-    lineup.BEST_STATIC,
-    lineup.DESIGN_POINT,
+    names.BEST_STATIC,
+    names.DESIGN_POINT,
     *MOVING,
-    unit.REACHABLE,
-    unit.ALPHA_STAR,
+    names.REACHABLE,
+    names.ALPHA_STAR,
 )
 
 
@@ -44,8 +46,8 @@ def save_record(path: Path, name: str, scenario: Scenario, alpha_centi: list[int
 def make_cell(output: Path, scenario: Scenario, star: bool = True) -> dict[str, Any]:
     """A cell of results.json with its records. static 0.10 is saturated."""
     controllers: dict[str, Any] = {}
-    names = [n for n in NAMES if star or n not in report_page.ORACLES]
-    for i, name in enumerate(names):
+    shown = [n for n in NAMES if star or n not in names.ORACLES]
+    for i, name in enumerate(shown):
         files = []
         for seed in (1, 2):
             path = Path("records") / f"{scenario.digest()}-{i}" / f"{seed}.json"
@@ -111,7 +113,8 @@ def make_policy(folder: Path) -> Path:
 
 
 def page_of(output: Path, *policies: Path) -> str:
-    path = write_report(output, output / "results.json", tuple(map(str, policies)))
+    path = output / "report.html"
+    write_report(output / "results.json", path, tuple(map(str, policies)))
     assert [p.name for p in output.iterdir() if p.name.endswith(".tmp")] == []
     return path.read_text(encoding="utf-8")
 
@@ -168,22 +171,21 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_names_of_the_references_are_those_of_the_comparison() -> None:
-    theirs = (lineup.BEST_STATIC, lineup.DESIGN_POINT, unit.ALPHA_STAR, unit.REACHABLE)
-    assert theirs == (
-        report_page.BEST_STATIC,
-        report_page.DESIGN_POINT,
-        report_page.ALPHA_STAR,
-        report_page.REACHABLE,
-    )
+def rows_of(page: str, name: str) -> list[dict[str, str]]:
+    """Rows of a controller in the cells' rankings, by heading."""
+    found, headings = [], []
+    for row in Reader(page).rows:
+        if row[0] == "controller":
+            headings = row
+        elif len(row) == len(headings) and row[0].lstrip("0123456789").startswith(name):
+            found.append(dict(zip(headings, row, strict=True)))
+    return found
 
 
 def test_shows_every_controller_of_every_cell(page: str) -> None:
-    reader = Reader(page)
-    assert reader.open == []
+    assert Reader(page).open == []
     for name in NAMES:
-        rows = [row for row in reader.rows if len(row) == 8 and row[0].startswith(name)]
-        assert len(rows) >= (1 if name in report_page.ORACLES else 2), name
+        assert len(rows_of(page, name)) >= (1 if name in names.ORACLES else 2), name
 
 
 def test_escapes_what_comes_from_outside(page: str) -> None:
@@ -217,43 +219,58 @@ def test_figures_follow_the_readers_colours(page: str) -> None:
     assert "var(--ink)" in text and "var(--series-0)" in text and "var(--ramp-" in text
     assert not any(colour in text for colour in (*SERIES, *RAMP))
     assert {m for m in re.findall(r"var\((--[a-z0-9-]+)\)", text)} <= set(
-        re.findall(r"(--[a-z0-9-]+):", report_page.CSS)
+        re.findall(r"(--[a-z0-9-]+):", report_style.CSS)
     )
 
 
 def test_a_saturated_cell_has_no_figures(page: str) -> None:
-    rows = [row for row in Reader(page).rows if row[0].startswith("static 0.10")]
-    assert [row[1:] for row in rows] == [["saturated", *["–"] * 6]] * 2
+    found = rows_of(page, "static 0.10")
+    assert len(found) == 2
+    for row in found:
+        assert row.pop("P99, ms") == "saturated" and row.pop("controller") == "static 0.10"
+        assert set(row.values()) == {"–"}
     assert "1234" not in page and "627" not in page
 
 
 def test_nothing_is_compared_with_a_saturated_reference(output: Path) -> None:
     results = json.loads((output / "results.json").read_text())
     controllers = results["cells"][0]["controllers"]
-    controllers[lineup.BEST_STATIC]["summary"]["saturated"] = True
+    controllers[names.BEST_STATIC]["summary"]["saturated"] = True
     (output / "results.json").write_text(json.dumps(results))
-    row = next(row for row in Reader(page_of(output)).rows if row[0].startswith("ppo-only"))
-    assert row[5] == row[6] == "–"
-    assert row[1] != "–"
+    (row,) = rows_of(page_of(output), "ppo-only")[:1]
+    assert "room recovered, %" not in row and "P99 / best static" not in row
+    assert row["P99, ms"].startswith("24.50") and row["controller"].startswith("3")
 
 
 def test_figures_of_the_table_are_those_of_the_results(page: str) -> None:
-    reader = Reader(page)
-    row = next(r for r in reader.rows if len(r) == 8 and r[0].startswith("working-set rule"))
-    assert row[1].startswith("23.50") and row[2].startswith("98.50") and row[3].startswith("0.055")
-    assert row[5].startswith("1.0930")  # (23 + 24) / (21 + 22)
+    row = rows_of(page, "working-set rule")[0]
+    assert row["P99, ms"].startswith("23.50") and row["QoS, %"].startswith("98.50")
+    assert row["gap"].startswith("0.055")
+    assert row["P99 / best static"].startswith("1.0930")  # (23 + 24) / (21 + 22)
+    assert row["P99 − best policy's, ms"].startswith("−1.00")
 
 
-def test_the_papers_gaps_stand_beside_a_regime_and_not_beside_a_trace(page: str) -> None:
-    assert page.count("paper, other hardware") == 1
-    rows = {row[0]: row[2] for row in Reader(page).rows if len(row) == 3}
-    assert rows["best statichere: best static in hindsight"] == "0.061"
-    assert rows["PPO onlyhere: ppo-only"] == "0.051"
+def test_the_papers_figures_stand_beside_a_regime_and_not_beside_a_trace(page: str) -> None:
+    assert page.count("<h3>Beside the paper") == 1
+    rows = {row[0]: row for row in Reader(page).rows if len(row) == 4}
+    assert rows["gap, best staticbest static in hindsight"][2] == "0.061"
+    assert rows["gap, PPO onlyppo-only"][2] == "0.051"
+    assert rows["gap, full controller"][1:] == ["not run", "0.023", ""]
+    assert "step limit: the reachable oracle is" in rows["P99 below best static, %ppo-only"][3]
 
 
 def test_says_when_a_baseline_wins_and_when_a_bound_is_broken(page: str) -> None:
-    assert "lowest P99 here is that of a baseline, design-point static" in page
+    beaten = "Beaten by design-point static and working-set rule."
+    assert page.count(beaten) == 2
     assert page.count("working-set rule has a lower P99 than the reachable oracle") == 1
+
+
+def test_tells_command_commit_and_hardware(output: Path) -> None:
+    results = json.loads((output / "results.json").read_text()) | {"revision": "0123abcd"}
+    (output / "results.json").write_text(json.dumps(results))
+    page = page_of(output)
+    assert "<code>0123abcd</code>" in page and "&lt;u&gt;CPU&lt;/u&gt;, 2 cores" in page
+    assert "<code>python -m eval.compare --workloads &#x27;&lt;i&gt;&#x27;</code>" in page
 
 
 def test_missing_records_are_named(output: Path) -> None:
@@ -262,7 +279,7 @@ def test_missing_records_are_named(output: Path) -> None:
     gone.unlink()
     damaged = output / cell["controllers"]["working-set rule"]["record"][0]
     damaged.write_text("{")
-    uneven = output / cell["controllers"][lineup.BEST_STATIC]["record"][0]
+    uneven = output / cell["controllers"][names.BEST_STATIC]["record"][0]
     uneven.write_text(json.dumps(json.loads(uneven.read_text()) | {"p99_ms": [1.0]}))
     page = page_of(output)
     assert "course of ppo-only: cannot read" in page
@@ -276,7 +293,18 @@ def test_without_any_record_the_tables_remain(output: Path) -> None:
         path.unlink()
     page = page_of(output)
     assert "Not shown" in page
-    assert any(row[0].startswith("ppo-only") for row in Reader(page).rows)
+    assert rows_of(page, "ppo-only")
+
+
+def test_results_apart_from_their_records_give_a_page(output: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "compare.json"
+    moved.parent.mkdir()
+    (output / "results.json").rename(moved)
+    with pytest.raises(ArgumentError, match="--page"):
+        report.main(report.Args(moved))
+    report.main(report.Args(moved, page=tmp_path / "deep" / "page.html"))
+    page = (tmp_path / "deep" / "page.html").read_text(encoding="utf-8")
+    assert page.count("records are not here") == 1 and rows_of(page, "ppo-only")
 
 
 def test_a_record_outside_the_folder_is_not_read(output: Path, tmp_path: Path) -> None:
@@ -363,9 +391,9 @@ def test_the_command_draws_page_and_picture(
 def test_a_picture_of_something_else_is_refused(output: Path) -> None:
     results = output / "results.json"
     with pytest.raises(ArgumentError, match="default/trend"):
-        write_picture(output, results, output / "x.png", "default/steady")
+        write_picture(results, output / "x.png", "default/steady")
     with pytest.raises(ArgumentError, match="png"):
-        write_picture(output, results, output / "x.exe", "default/trend")
+        write_picture(results, output / "x.exe", "default/trend")
 
 
 def test_learning_says_when_the_return_was_there(policy: Path) -> None:

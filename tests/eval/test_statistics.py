@@ -6,6 +6,7 @@ from scipy import stats
 
 from eval.statistics import (
     Estimate,
+    difference_of_means,
     interquartile_mean,
     iqm,
     pooled_percentile,
@@ -78,6 +79,18 @@ def test_ratio_is_paired() -> None:
     assert paired.low == pytest.approx(0.9) and paired.high == pytest.approx(0.9)
     shuffled = ratio_of_means(0.9 * rng.permutation(seeds), seeds)
     assert shuffled.high - shuffled.low > 0.05
+
+
+def test_a_difference_is_paired_and_has_the_paired_t_tests_interval() -> None:
+    random = np.random.default_rng(5)
+    right = random.normal(30, 4, 300)
+    left = right + random.normal(0.2, 1, 300)
+    found = difference_of_means(left, right)
+    expected = stats.ttest_rel(left, right).confidence_interval(0.95)
+    assert found.value == pytest.approx((left - right).mean())
+    width = expected.high - expected.low
+    assert found.low == pytest.approx(expected.low, abs=0.1 * width)
+    assert found.high == pytest.approx(expected.high, abs=0.1 * width)
 
 
 def test_a_pooled_percentile_is_numpys_of_all_values_and_of_every_resample() -> None:
