@@ -111,10 +111,9 @@ def verdict_sentences(cell: Mapping[str, Any]) -> list[str]:
     figure = column.of(cell, policy.name)
     assert figure is not None  # it has a rank
     value, low, high = (f"{v:.{column.digits}f}" for v in figure)
-    said = [
-        f"Best PPO policy: {policy.name}, rank {policy.rank}"
-        f" ({column.heading} {value} [{low}, {high}])."
-    ]
+    what, _, unit = column.heading.partition(", ")
+    measured = " ".join(filter(None, (what, value, unit)))
+    said = [f"Best PPO policy: {policy.name}, rank {policy.rank} ({measured} [{low}, {high}])."]
     if found is None:
         return [*said, "One seed gives no interval: what ties or beats it cannot be told."]
     if found.ahead:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.names import REACHABLE, REFERENCES
+from eval.names import ALPHA_STAR, FORESEEN, REACHABLE, REFERENCES
 from eval.ranking import (
     Place,
     against_best_policy,
@@ -134,7 +134,8 @@ def _row(
 def _remarks(cell: Mapping[str, Any], name: str, best: str | None) -> list[str]:
     remarks = []
     if name in REFERENCES:
-        remarks.append("knows the future")
+        knows_course = name in (ALPHA_STAR, FORESEEN)
+        remarks.append("knows the course" if knows_course else "knows the requests")
     if name == best:
         remarks.append("best PPO policy")
     flags = cell["controllers"][name].get("saturated")
