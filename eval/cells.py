@@ -106,7 +106,7 @@ def bound_violations(controllers: dict[str, Any]) -> list[str]:
 
 
 def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
-    """A table a cell."""
+    """A table a cell, the best controller first, and what ties or beats the best policy."""
     for cell in cells:
         reach = cell["controllers"].get(REACHABLE)
         room = ""
@@ -138,7 +138,8 @@ def print_tables(cells: list[dict[str, Any]], console: Console) -> None:
             summary = cell["controllers"][place.name]["summary"]
             table.add_row(str(place.rank or ""), place.name, *_cells(summary))
         console.print(table)
-        console.print(" ".join(verdict_sentences(cell)), markup=False)
+        if verdict := verdict_sentences(cell):
+            console.print(" ".join(verdict), markup=False)
         if "trace" in cell:
             skipped = cell["trace"].get("skipped", 0)
             console.print(f"{skipped} bad lines skipped; {cell['trace'].get('notes')}")
