@@ -35,7 +35,7 @@ tbody th{font-weight:500}
 tbody th small{white-space:normal}
 .sortable tbody th>span{display:table-cell}
 .rank{min-width:1.9em;padding-right:.5em;text-align:right;color:var(--muted);font-weight:400}
-.sortable th:first-child{min-width:13.5em;overflow-wrap:anywhere}
+.sortable th:first-child{min-width:13.5em}
 th.text,td.text{text-align:left;min-width:9em}
 td.text:last-child{min-width:22em}
 tr.best>*,tr.best>th:first-child{background:var(--tint)}
@@ -63,8 +63,8 @@ dd{margin:0;min-width:0}
 code{font-size:.88em;background:var(--surface);border:1px solid var(--grid);border-radius:4px;
 padding:0 4px}
 @media (max-width:560px){main{padding:16px 12px 40px}dl{grid-template-columns:1fr;gap:0}
-dd{margin-bottom:10px}th,td{padding:5px 8px}th:first-child,
-.sortable th:first-child{min-width:7.5em;max-width:10em}
+dd{margin-bottom:10px}th,td{padding:5px 8px}th:first-child{min-width:7.5em}
+.sortable th:first-child{min-width:9.5em}
 figure{padding:8px}}
 """
 
