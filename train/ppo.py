@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -116,7 +116,14 @@ def random_states(envs: Any, seed: int, steps: int) -> NDArray[np.float32]:
     return np.concatenate(states)
 
 
-def rollout_p99(args: Args, scenarios: list[Scenario], agent: ActorCritic | None) -> NDArray[Any]:
+class Acts(Protocol):
+    """What an evaluation needs of a network."""
+
+    def act(self, obs: torch.Tensor, /) -> torch.Tensor:
+        """Action index of a state."""
+
+
+def rollout_p99(args: Args, scenarios: list[Scenario], agent: Acts | None) -> NDArray[Any]:
     """Mean P99 [scenarios] of one episode each; without an agent alpha follows the closed form."""
     p99 = np.zeros(len(scenarios))
     for i, scenario in enumerate(scenarios):
