@@ -65,7 +65,7 @@ class Args:
     """least factor on the regime's offered load"""
     highest: float = 1.5
     """largest factor; at 1.43 the node's best split would be busy all the time"""
-    tolerance: float = 0.005
+    tolerance: float = 0.002
     """of the factor: the bisection ends below it"""
     jobs: int = 2
     """processes"""
