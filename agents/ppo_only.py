@@ -1,4 +1,4 @@
-"""The frozen PPO policy as a controller, with nothing around it."""
+"""A frozen policy, PPO's or another algorithm's, as a controller with nothing around it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class PpoOnly:
     """Moves alpha, each epoch, by the step that a frozen policy likes best.
 
     Args:
-        policy: with the paper's seven features, or with `working_set` as the eighth.
+        policy: with the paper's seven features, or with `working_set` as the eighth. Where its
+            `env_spec` names an algorithm, it is called by that.
     """
 
     period = 1
@@ -24,7 +25,9 @@ class PpoOnly:
     def __init__(self, policy: FrozenPolicy) -> None:
         self.policy = policy
         features = policy.mdp_config.features.replace("_", " ")
-        self.name = "ppo-only" if features == "paper" else f"ppo-only ({features})"
+        self.name = str(policy.metadata["env_spec"].get("algorithm", "ppo-only"))
+        if features != "paper":
+            self.name += f" ({features})"
 
     def reset(self, seed: int) -> None:
         """Do nothing: a decision depends on its epoch alone."""

@@ -31,6 +31,8 @@ BUILT_IN: dict[str, str] = {
     "lstm": "agents.lstm:Lstm",
     "lstm-oft": "agents.lstm:FineTunedLstm",
     "lstm-oft-rc": "agents.lstm:with_recovery",
+    "sb3-ppo": "agents.sb3:ppo",
+    "sb3-dqn": "agents.sb3:dqn",
 }
 
 

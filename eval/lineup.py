@@ -12,13 +12,14 @@ from pathlib import Path
 from agents.forecast import ABOUT_FILE, PRETRAINED
 from agents.ppo_only import PpoOnly
 from agents.registry import BUILT_IN, factory, make
+from agents.sb3 import FOLDER as SB3
 from agents.settings import SETTINGS_FILE
 from agents.static import Static
 from eval.names import BEST_STATIC, DESIGN_POINT
 from hlem_env.controller import Controller
 from hlem_env.errors import ArgumentError
 from hlem_env.scenario import Scenario
-from serving_bridge.policy import FrozenPolicy
+from serving_bridge.policy import METADATA_FILE, FrozenPolicy
 
 STATIC_CENTI = (10, 30, 50, 70, 90)
 
@@ -102,9 +103,19 @@ def frozen_policies(folders: tuple[str, ...]) -> list[PpoOnly]:
     return controllers
 
 
-def baselines_digest() -> str:
-    """Hash (16 hex digits) of the baselines' tuned settings and trained forecasters."""
+def baselines_digest(names: tuple[str, ...] = ()) -> str:
+    """Hash (16 hex digits) of the baselines' tuned settings and models.
+
+    Args:
+        names: of the controllers. SB3's policies count where they run, so that finished work of
+            other controllers stays valid.
+    """
     files = [PRETRAINED.parent / SETTINGS_FILE, *sorted(PRETRAINED.glob(f"*/{ABOUT_FILE}"))]
+    files += [
+        SB3 / name.removeprefix("sb3-") / METADATA_FILE
+        for name in ("sb3-dqn", "sb3-ppo")
+        if name in names
+    ]
     content = b"".join(Path(file).read_bytes() for file in files)
     return hashlib.sha256(content).hexdigest()[:16]
 

@@ -56,7 +56,7 @@ class Unit:
             for p in self.policies
         ]
         values = asdict(self) | {"policies": files, "output": "", "load": tables_digest()}
-        values["baselines"] = baselines_digest()
+        values["baselines"] = baselines_digest(self.controllers)
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

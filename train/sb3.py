@@ -185,6 +185,7 @@ def train(args: Args) -> Path:
         ratio = float(np.mean(ppo.rollout_p99(like, scenarios, network) / reference_ms))
         best = min((entry["eval_p99_ratio"] for entry in history), default=np.inf)
         history.append({"steps": steps, "eval_p99_ratio": ratio})
+        model.logger.record("slo/eval_p99_ratio", ratio)
         if ratio < best:
             export(folder, args, network, config, history)
 
@@ -211,6 +212,7 @@ def _learn(model: Any, args: Args, folder: Path, evaluate: Callable[[int], None]
     with bar:
         model.learn(args.total_timesteps, callback=after_step)
     evaluate(model.num_timesteps)
+    model.logger.dump(model.num_timesteps)
     model.logger.close()
     model.env.close()
 
