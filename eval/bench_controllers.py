@@ -28,7 +28,8 @@ from agents import bayesian, milp
 from agents.static import Static
 from agents.working_set import WorkingSetRule
 from eval.guard import SET_UP_LIMIT_S, ControllerFault, watched
-from eval.lineup import BEST_STATIC, entries, resolve, shipped_policies
+from eval.lineup import entries, resolve, shipped_policies
+from eval.names import BEST_STATIC
 from eval.unit import mdp_config
 from hlem_env.backend import Runner, run_controller
 from hlem_env.command_line import run_command

@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from eval.compare import FIRST_SEED, design_point
 from eval.guard import ControllerFault, Guarded
-from eval.lineup import BEST_STATIC, entries, frozen_policies, resolve, shipped_policies
+from eval.lineup import entries, frozen_policies, resolve, shipped_policies
+from eval.names import BEST_STATIC
 from eval.statistics import iqm, ratio_of_means
 from eval.unit import GRID, mdp_config
 from hlem_env.backend import Runner, run_controller

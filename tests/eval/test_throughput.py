@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval import throughput
-from eval.lineup import BEST_STATIC
+from eval.names import BEST_STATIC
 from eval.throughput import (
     Args,
     Search,
