@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 def _find_trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim, or None where the C library is another."""
+    """The C library's `malloc_trim`, or None where the C library is another."""
     try:
         trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
