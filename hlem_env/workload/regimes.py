@@ -280,6 +280,9 @@ class SyntheticWorkload:
         load: requests a second by hot share.
 
     `hot_share` is that of the requests taken last, before the first that of the start.
+
+    An epoch is drawn whole and handed out in parts, so that the requests are the same however finely
+    they are taken: a controller that acts between epochs meets those of one that does not.
     """
 
     def __init__(self, config: RegimeConfig, load: LoadCurve) -> None:
@@ -319,7 +322,8 @@ class SyntheticWorkload:
     def redraw(self, rng: np.random.Generator, start_s: float) -> None:
         """Start anew on the path at hand with other histories and arrivals."""
         self._rng = rng
-        self._now_s = start_s
+        self._now_s = self._drawn_s = start_s
+        self._rest = Requests.empty()
         self.hot_share = float(self.path.hot_share[0])
         self._period = 0
         self._burst = 0
@@ -330,11 +334,15 @@ class SyntheticWorkload:
         """Requests that arrive before `until_s`, from where the last call ended."""
         taken = None
         while self._now_s < until_s:
-            epoch, end_s = self._epoch_at(self._now_s)
-            end_s = min(end_s, until_s)
-            more = self._take_within(epoch, end_s)
+            if self._now_s >= self._drawn_s:
+                epoch, self._drawn_s = self._epoch_at(self._now_s)
+                self._rest = self._draw(epoch, self._drawn_s)
+            if until_s < self._drawn_s:
+                now = int(self._rest.arrival_s.searchsorted(until_s))
+                more, self._rest, self._now_s = self._rest[:now], self._rest[now:], until_s
+            else:
+                more, self._rest, self._now_s = self._rest, Requests.empty(), self._drawn_s
             taken = more if taken is None else taken.then(more)
-            self._now_s = end_s
         return Requests.empty() if taken is None else taken
 
     def to_json(self) -> dict[str, Any]:
@@ -358,8 +366,8 @@ class SyntheticWorkload:
             self._follow(draw_path(self.config, self._path_rng))
         return epoch, (number + 1) * seconds
 
-    def _take_within(self, epoch: int, end_s: float) -> Requests:
-        """Requests from now to `end_s`, all within one entry of the path."""
+    def _draw(self, epoch: int, end_s: float) -> Requests:
+        """Requests from now to `end_s`, the whole time of one entry of the path."""
         config = self.config
         share, rate, hot_users, new_users, burst = self._steps[epoch]
         self.hot_share = share
