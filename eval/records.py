@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agents.oracle import Planned
+from agents.oracle import Planned, PlannedTicks
 from hlem_env.backend import Backend, Runner, run_controller
 from hlem_env.controller import Controller
 from hlem_env.errors import ArtefactError
@@ -44,6 +45,8 @@ class Record:
     requests: list[int]
     backlog: int
     """At the episode's end."""
+    tick_alpha_centi: list[list[int]] | None = None
+    """alpha in each tick of each epoch; None where the controller has none. alpha_centi is the last."""
     format: int = FORMAT
 
     @property
@@ -58,8 +61,19 @@ class Record:
 
     @property
     def movement(self) -> float:
-        """Sum of the absolute steps of alpha."""
-        return float(np.abs(np.diff(self.alpha_centi)).sum()) / 100
+        """Sum of the absolute steps of alpha, those between ticks included."""
+        alphas = self.alpha_centi
+        if self.tick_alpha_centi is not None:
+            alphas = [alpha for epoch in self.tick_alpha_centi for alpha in epoch]
+        return float(np.abs(np.diff(alphas)).sum()) / 100
+
+    def gap(self, alpha_star_centi: NDArray[np.int64]) -> float:
+        """Mean distance of alpha to alpha* ([epochs] hundredths) over time, ticks included."""
+        alphas = self.tick_alpha_centi or [[alpha] for alpha in self.alpha_centi]
+        pairs = zip(alphas, alpha_star_centi, strict=True)
+        return float(
+            np.mean([np.abs(np.subtract(ticks, star)).mean() for ticks, star in pairs]) / 100
+        )
 
     @property
     def saturated(self) -> bool:
@@ -103,12 +117,12 @@ def run_record(
     Args:
         backend: built from `scenario`; its workload starts anew from `seed`.
     """
-    stats, alphas = [], []
-    for epoch, _ in run_controller(
-        Runner(backend, config), controller, scenario.episode_epochs, seed
-    ):
+    stats, alphas, ticks = [], [], []
+    runner = Runner(backend, config)
+    for epoch, _ in run_controller(runner, controller, scenario.episode_epochs, seed):
         stats.append(epoch)
         alphas.append(round(100 * epoch.alpha_target))
+        ticks.append(runner.tick_alphas_centi)
     return Record(
         controller=controller.name,
         scenario=scenario.to_json(),
@@ -125,6 +139,7 @@ def run_record(
         utilisation=[s.utilisation for s in stats],
         requests=[s.requests for s in stats],
         backlog=stats[-1].backlog,
+        tick_alpha_centi=ticks if hasattr(controller, "on_tick") else None,
     )
 
 
@@ -132,7 +147,9 @@ def replay(record: Record) -> tuple[Record, list[str]]:
     """Run a record's alphas on its scenario and seed again; returns the new record and what differs."""
     scenario = Scenario.parse(record.scenario)
     config = MdpConfig(**record.mdp_config)
-    plan = Planned(record.alpha_centi, record.controller)
+    plan: Planned | PlannedTicks = Planned(record.alpha_centi, record.controller)
+    if record.tick_alpha_centi is not None:
+        plan = PlannedTicks(record.tick_alpha_centi, record.controller)
     again = run_record(plan, scenario.build(), scenario, config, record.seed)
     differences = [
         field.name

@@ -151,7 +151,6 @@ def _figures(record: Record, star: AlphaStar | None) -> dict[str, Any]:
         "regret": None,
     }
     if star is not None:
-        gap = np.abs(np.array(record.alpha_centi) - star.alpha_centi) / 100
-        figures["gap"] = float(gap.mean())
+        figures["gap"] = record.gap(star.alpha_centi)
         figures["regret"] = float(record.mean_p99_ms / star.best_p99_ms.mean() - 1)
     return figures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hlem_env import mdp
@@ -39,6 +39,8 @@ class Runner:
     """alpha in force, hundredths; -1 before `reset`."""
     was_clipped: bool = False
     """Whether the last alpha asked for was out of bounds."""
+    tick_alphas_centi: list[int] = field(default_factory=list)
+    """alpha in force in each tick of the last epoch; one entry where it was run whole."""
 
     def reset(self, seed: int, alpha_centi: int) -> EpochStats:
         """Start an episode at `alpha_centi`: warm up, run one epoch and return its stats."""
@@ -51,14 +53,21 @@ class Runner:
     def step(self, alpha_centi: int) -> EpochStats:
         """Run one epoch at `alpha_centi`, clipped to the bounds (then `was_clipped` says so)."""
         self._apply(alpha_centi)
+        self.tick_alphas_centi = [self.alpha_centi]
         return self.backend.run(self.alpha_centi, self.config.epoch_seconds)
 
     def step_in_ticks(self, alpha_centi: int, controller: Controller) -> EpochStats:
-        """Run one epoch in ticks, letting the controller's `on_tick` change alpha after each."""
+        """Run one epoch in ticks, letting the controller's `on_tick` change alpha after each.
+
+        What it asks for after the last tick holds only until the decision that follows at once: a
+        controller that means it decides so.
+        """
         self._apply(alpha_centi)
+        self.tick_alphas_centi = []
         tick_s = self.config.epoch_seconds / mdp.TICKS_PER_EPOCH
         epoch: EpochStats | None = None
         for _ in range(mdp.TICKS_PER_EPOCH):
+            self.tick_alphas_centi.append(self.alpha_centi)
             stats = self.backend.run(self.alpha_centi, tick_s)
             epoch = stats if epoch is None else epoch.merge(stats)
             decision: Decision | None = controller.on_tick(stats)  # type: ignore[attr-defined]

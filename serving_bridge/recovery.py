@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.controller import Controller, Decision
 from hlem_env.errors import require, require_choice
-from hlem_env.mdp import EMA_EPOCHS, MdpConfig, observe
+from hlem_env.mdp import EMA_EPOCHS, FEATURES, MdpConfig, observe
 from hlem_env.telemetry import EpochStats
+from serving_bridge.burst_watch import BurstWatch, WatchSettings
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class RecoverySettings:
     """
 
     detector: str = "p99"
+    """"p99": Eq. 8, once an epoch; "workload": the burst watch, every tick."""
     threshold_sigmas: float = 3.0
     """A burst begins when P99 is above EMA + this x sigma."""
     end_sigmas: float = 1.0
@@ -49,9 +50,20 @@ class RecoverySettings:
     """Of a burst, and of the recovering after it."""
     calm_epochs: int = 2
     """Epochs in a row within EMA + end_sigmas x sigma that end the recovering."""
+    burst_step_centi: int = 20
+    """By the workload: the move towards KV in a burst, at once, hundredths."""
+    hold_epochs: int = 6
+    """By the workload: epochs for which alpha is held after its return, while users of the burst
+    still count as hot and would have the controller follow a burst that is over."""
+    watch: WatchSettings = field(default_factory=WatchSettings)
+    """By the workload: of the burst watch."""
 
     def __post_init__(self) -> None:
         require_choice("detector", self.detector, DETECTORS)
+        require(
+            1 <= self.burst_step_centi <= 100, "burst_step_centi", self.burst_step_centi, "1 to 100"
+        )
+        require(self.hold_epochs >= 0, "hold_epochs", self.hold_epochs, "0 or more")
         require(
             0 <= self.end_sigmas <= self.threshold_sigmas,
             "end_sigmas",
@@ -78,27 +90,8 @@ class Transition:
     hot_share: float
     alpha_centi: int
     """In force during the epoch."""
-
-
-class Detector(Protocol):
-    """Says whether an epoch is far from, or back at, what it has learnt as usual."""
-
-    @property
-    def ema_ms(self) -> float:
-        """Usual P99; negative before anything is learnt."""
-
-    @property
-    def sigma_ms(self) -> float:
-        """Usual deviation of P99."""
-
-    def surges(self, stats: EpochStats) -> bool:
-        """Whether the epoch begins a burst."""
-
-    def is_calm(self, stats: EpochStats) -> bool:
-        """Whether the epoch is as usual."""
-
-    def learn(self, stats: EpochStats) -> None:
-        """Take the epoch into what is usual."""
+    tick: int = 0
+    """Ticks after that decision; 0 for a transition by an epoch's end."""
 
 
 class P99Detector:
@@ -142,25 +135,36 @@ class P99Detector:
         self._variance = (1.0 - weight) * (self._variance + weight * difference**2)
 
 
-DETECTORS = {"p99": P99Detector}
-"""Kinds of burst watch, by name."""
+DETECTORS = ("p99", "workload")
+"""Kinds of burst detector."""
+_ALPHA = FEATURES["paper"].index("alpha")
 
 
 class WithRecovery:
     """Any controller, with recovery from bursts around it.
 
-    In a burst the wrapped controller is not asked. If more than `hot_share` of the requests are from
-    hot users, alpha moves towards KV by `step_centi` an epoch, else it holds. The burst ends when P99
-    is back within EMA + sigma, or after 6 epochs. Then, recovering, the wrapped controller decides
-    again and no new burst begins until P99 has stayed there for two epochs, or for 6 epochs: this
-    hysteresis lets a level that has come to stay become the usual one. Epochs of a burst are not
-    learnt, those of the recovering are.
+    **Detector "p99"** (Eq. 8). In a burst the wrapped controller is not asked. If more than
+    `hot_share` of the requests are from hot users, alpha moves towards KV by `step_centi` an epoch,
+    else it holds. The burst ends when P99 is back within EMA + sigma, or after 6 epochs. Then,
+    recovering, the wrapped controller decides again and no new burst begins until P99 has stayed
+    there for two epochs, or for 6 epochs: this hysteresis lets a level that has come to stay become
+    the usual one.
+
+    **Detector "workload"**. The burst watch looks at every tick. When it sees a burst, alpha moves
+    towards KV by `burst_step_centi` at once, as soon as a tick has more than `hot_share` hot
+    requests, and stays there. When it sees the end, alpha goes back to where it was, at once, and is
+    held there, recovering, for `hold_epochs`. P99 does not tell the end: the move keeps it from
+    rising. After 6 epochs a burst is a level that has come to stay: the watch takes it as usual and
+    the wrapped controller goes on from the alpha in force. A new burst may begin while recovering; the
+    hysteresis is in the watch, whose charts start from 0. Without ticks it looks once an epoch.
+
+    Epochs of a burst are not learnt, those of the recovering are.
 
     Args:
         controller: decides outside bursts, at its own period.
         settings: see there.
-        config: SLO, which scales the floor of sigma, and scales of the state, for a controller with
-            a period of several epochs; None is the default, with eight features.
+        config: SLO, which scales the floor of sigma, bounds of alpha, and scales of the state, for a
+            controller with a period of several epochs; None is the default, with eight features.
         name: for tables; None appends "+RC" to the controller's.
     """
 
@@ -178,19 +182,24 @@ class WithRecovery:
         self.config = config or MdpConfig(features="working_set")
         self.name = name or f"{controller.name}+RC"
         self.initial_alpha_centi = controller.initial_alpha_centi
-        if hasattr(controller, "on_tick"):
+        self._watches = self.settings.detector == "workload"
+        if self._watches or hasattr(controller, "on_tick"):
             self.on_tick = self._on_tick
         self._restart()
 
     def _restart(self) -> None:
         self.state = State.NORMAL
         self.transitions: list[Transition] = []
-        self.detector: Detector = DETECTORS[self.settings.detector](
-            self.settings, self.config.slo_ms
-        )
-        self._epoch = self._in_state = self._calm = 0
+        self.detector = P99Detector(self.settings, self.config.slo_ms)
+        self.watch = BurstWatch(self.settings.watch)
+        self._epoch = self._in_state = self._calm = self._ticks = 0
         self._seen: EpochStats | None = None
         self._unasked = 0
+        self._asked_centi = -1  # by the last tick, -1 for nothing; the next stats are before it
+        self._before_centi = (
+            -1
+        )  # alpha to go back to after a burst; -1: go on from the one in force
+        self._stepped = False
 
     def reset(self, seed: int) -> None:
         """Forget baseline and transitions, and reset the controller."""
@@ -200,21 +209,30 @@ class WithRecovery:
     def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
         """The controller's decision, or recovery's in a burst.
 
-        A controller with a period of several epochs is asked after so many, on their merged stats;
+        What the epoch's last tick asked for is not in `stats` yet; it is what this goes on from. A
+        controller with a period of several epochs is asked after so many, on their merged stats;
         epochs of a burst count.
         """
+        if self._asked_centi >= 0:
+            stats = replace(stats, alpha_target=self._asked_centi / 100)
+            observation = observation.copy()
+            observation[_ALPHA] = stats.alpha_target
+            self._asked_centi = -1
         self._epoch += 1
         self._in_state += 1
         self._unasked += 1
         self._seen = stats if self._seen is None else self._seen.merge(stats)
-        self._watch(stats)
-        alpha_centi = round(100 * stats.alpha_target)
-        if self.state is State.BURST:
+        alpha_centi = self._alpha_of(stats)
+        if self._watches:
+            alpha_centi = self._watch_workload(stats, alpha_centi)
+        else:
+            alpha_centi = self._watch_p99(stats, alpha_centi)
+        if self.state is not State.BURST:
+            self.detector.learn(stats)
+        if self.state is State.BURST or (self._watches and self.state is State.RECOVERING):
             if self._unasked >= self.controller.period:
                 self._seen, self._unasked = None, 0
-            if stats.hot_share > self.settings.hot_share:
-                alpha_centi -= self.settings.step_centi
-            return Decision(alpha_centi, self._say("burst", stats))
+            return self._moved(alpha_centi, stats)
         if self._unasked < self.controller.period:
             return Decision(alpha_centi, f"between decisions of {self.controller.name}")
         if self.controller.period > 1:
@@ -224,13 +242,23 @@ class WithRecovery:
         return decision
 
     def _on_tick(self, stats: EpochStats) -> Decision | None:
-        if self.state is State.BURST:
-            return None
-        decision: Decision | None = self.controller.on_tick(stats)  # type: ignore[attr-defined]
+        self._asked_centi = -1
+        decision: Decision | None = None
+        if self._watches:
+            self._ticks += 1
+            before_centi = self._alpha_of(stats)
+            alpha_centi = self._watch_tick(stats, before_centi)
+            if alpha_centi != before_centi:
+                decision = self._moved(alpha_centi, stats)
+        bypassed = State.BURST, State.RECOVERING if self._watches else State.BURST
+        if self.state not in bypassed and hasattr(self.controller, "on_tick"):
+            decision = self.controller.on_tick(stats)
+        if decision is not None:
+            self._asked_centi = self.config.clip(decision.alpha_centi)
         return decision
 
-    def _watch(self, stats: EpochStats) -> None:
-        """Change the state where the epoch says so; learn the epoch unless it is a burst's."""
+    def _watch_p99(self, stats: EpochStats, alpha_centi: int) -> int:
+        """Change the state where the epoch's P99 says so; alpha (hundredths) of a burst."""
         settings, calm = self.settings, self.detector.is_calm(stats)
         if self.state is State.NORMAL:
             if self.detector.surges(stats):
@@ -241,13 +269,61 @@ class WithRecovery:
             self._calm = self._calm + 1 if calm else 0
             if self._calm >= settings.calm_epochs or self._in_state >= settings.most_epochs:
                 self._go(State.NORMAL, stats)
+        if self.state is State.BURST and stats.hot_share > settings.hot_share:
+            return alpha_centi - settings.step_centi
+        return alpha_centi
+
+    def _watch_tick(self, stats: EpochStats, alpha_centi: int) -> int:
+        """Show the watch a tick; the alpha (hundredths) that it is reason for."""
         if self.state is not State.BURST:
-            self.detector.learn(stats)
+            if not self.watch.see(stats):
+                return alpha_centi
+            if self.state is State.NORMAL or self._before_centi < 0:
+                self._before_centi = alpha_centi
+            self._stepped = False
+            self._go(State.BURST, stats)
+            self.watch.clear()
+        elif self.watch.see_end(stats):
+            self._go(State.RECOVERING, stats)
+            self.watch.clear()
+            self.watch.drop()
+            return self._before_centi
+        if not self._stepped and stats.hot_share > self.settings.hot_share:
+            self._stepped = True
+            return alpha_centi - self.settings.burst_step_centi
+        return alpha_centi
+
+    def _watch_workload(self, stats: EpochStats, alpha_centi: int) -> int:
+        """What is due at the end of an epoch: time limits and the baseline."""
+        if not self._ticks:
+            alpha_centi = self._watch_tick(stats, alpha_centi)
+        self._ticks = 0
+        if self.state is State.BURST:
+            if self._in_state < self.settings.most_epochs:
+                self.watch.drop()
+                return alpha_centi
+            self.watch.relearn()
+            self.watch.clear()
+            self._before_centi = -1
+            self._go(State.NORMAL, stats)
+        elif self.state is State.RECOVERING and self._in_state >= self.settings.hold_epochs:
+            self._before_centi = -1
+            self._go(State.NORMAL, stats)
+        self.watch.learn()
+        return alpha_centi
+
+    def _alpha_of(self, stats: EpochStats) -> int:
+        return round(100 * stats.alpha_target)
+
+    def _moved(self, alpha_centi: int, stats: EpochStats) -> Decision:
+        """Recovery's own decision."""
+        move = float(alpha_centi - self._alpha_of(stats))
+        return Decision(alpha_centi, self._say(self.state.value, stats), {"recovery": move})
 
     def _go(self, state: State, stats: EpochStats) -> None:
         transition = Transition(
             self._epoch, self.state, state, stats.p99_ms, self.detector.ema_ms,
-            self.detector.sigma_ms, stats.hot_share, round(100 * stats.alpha_target),
+            self.detector.sigma_ms, stats.hot_share, self._alpha_of(stats), self._ticks,
         )  # fmt: skip
         self.transitions.append(transition)
         logger.info("%s to %s: %s", self.state.value, state.value, self._say(self.name, stats))
