@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hlem_env.controller import Controller, Decision
 from hlem_env.errors import require, require_choice
-from hlem_env.mdp import EMA_EPOCHS, FEATURES, MdpConfig, observe
+from hlem_env.mdp import EMA_EPOCHS, FEATURES, HOT_WINDOW_EPOCHS, MdpConfig, observe
 from hlem_env.telemetry import EpochStats
 from serving_bridge.burst_watch import BurstWatch, WatchSettings
 
@@ -52,7 +52,7 @@ class RecoverySettings:
     """Epochs in a row within EMA + end_sigmas x sigma that end the recovering."""
     burst_step_centi: int = 20
     """By the workload: the move towards KV in a burst, at once, hundredths."""
-    hold_epochs: int = 6
+    hold_epochs: int = HOT_WINDOW_EPOCHS
     """By the workload: epochs for which alpha is held after its return, while users of the burst
     still count as hot and would have the controller follow a burst that is over."""
     watch: WatchSettings = field(default_factory=WatchSettings)

@@ -1,0 +1,223 @@
+"""The online adapter: a small residual on the frozen policy's step, learnt on the node (Eq. 6, 7).
+
+    residual   mu(x) = 0.02 tanh(...) of five features, zero at first          (residual_network.py)
+    applied    a = mu(x) + noise, noise Gaussian and at most 0.01, a within +-0.02
+    advantage  A = (reward - EMA of rewards) / their deviation, within +-3
+    step       weights += eta mean(min(pi(a) / pi_then(a), 2) A d log pi(a) / d weights)
+    rate       eta = 1e-3 |P99 - EMA of P99| / SLO
+
+over samples drawn from a replay of the last 1,000 epochs. The paper names neither the five inputs nor
+the loss; both are ours. Learning never runs in a decision: that reads a snapshot of the weights, which
+nothing changes afterwards. In simulation the steps run between decisions (`background=False`), so that
+a seed fixes the run; on a node a thread takes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.errors import require, require_number
+from serving_bridge.residual_network import (
+    INPUTS,
+    Weights,
+    ascend,
+    initial_weights,
+    residual,
+)
+
+logger = logging.getLogger(__name__)
+
+Floats = NDArray[np.float64]
+
+FEATURES = ("kv_hit", "emb_hit", "hot_share", "p99_over_ema_slos", "base_step")
+"""(P99 - EMA) / SLO clipped to +-1; the base step over 0.06."""
+_COLUMNS = INPUTS + 3
+"""Of the replay: features, applied residual, mean residual then, reward."""
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """How the adapter explores and learns.
+
+    Raises:
+        ArgumentError: naming the field and what is allowed.
+    """
+
+    bound: float = 0.02
+    """Of the residual, in alpha."""
+    explore: float = 0.005
+    """Deviation of the noise, in alpha; it is cut at 0.01. 0: no exploration, nothing is learnt."""
+    learning_rate: float = 1e-3
+    """eta at a P99 one SLO away from its EMA."""
+    steps: int = 64
+    """Of replay, an epoch."""
+    batch: int = 16
+    """Samples a step."""
+    replay: int = 1000
+    """Epochs kept; the oldest goes first."""
+    most_weight: float = 2.0
+    """Of importance."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.bound <= 0.02, "bound", self.bound, "above 0, at most 0.02")
+        require(0 <= self.explore <= 0.01, "explore", self.explore, "0 to 0.01")
+        require(0 <= self.learning_rate <= 1, "learning_rate", self.learning_rate, "0 to 1")
+        require(0 <= self.steps <= 64, "steps", self.steps, "0 to 64")
+        require(1 <= self.batch <= 1024, "batch", self.batch, "1 to 1024")
+        require(1 <= self.replay <= 1000, "replay", self.replay, "1 to 1,000")
+        require(self.most_weight >= 1, "most_weight", self.most_weight, "1 or more")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One epoch: what was seen before it, what was applied, and what came of it."""
+
+    features: tuple[float, ...]
+    """The five of FEATURES."""
+    applied: float
+    mean: float
+    """mu(x) when it was applied."""
+    reward: float
+    surprise: float
+    """|P99 - EMA| / SLO of the epoch: scales the learning rate."""
+
+
+class Learner:
+    """Replay, statistics of the rewards, and the weights that are being learnt."""
+
+    def __init__(self, settings: AdapterSettings, seed: int) -> None:
+        self.settings = settings
+        first, self.rng = np.random.default_rng(seed).spawn(2)
+        self.weights = initial_weights(first)
+        self.replay = np.zeros((settings.replay, _COLUMNS))
+        self.seen = 0
+        """Samples ever taken; the replay holds the last ones, at `seen % replay`."""
+
+    def take(self, sample: Sample) -> None:
+        """Put a sample into the replay and take the epoch's steps. What is not finite is left out."""
+        row = np.array([*sample.features, sample.applied, sample.mean, sample.reward])
+        if not (np.isfinite(row).all() and np.isfinite(sample.surprise)):
+            return
+        self.replay[self.seen % len(self.replay)] = row
+        self.seen += 1
+        rate = self.settings.learning_rate * min(sample.surprise, 1.0)
+        if rate > 0.0 and self.settings.explore > 0.0 and self.seen > 1:
+            for _ in range(self.settings.steps):
+                self._step(rate)
+
+    def _step(self, rate: float) -> None:
+        settings = self.settings
+        held = self.replay[: min(self.seen, len(self.replay))]
+        rows = held[self.rng.integers(0, len(held), settings.batch)]
+        features, applied, then, rewards = rows[:, :INPUTS], *rows[:, INPUTS:].T
+        mean = residual(self.weights, features, settings.bound)
+        away, away_then = (applied - mean) / settings.explore, (applied - then) / settings.explore
+        odds = np.exp(np.minimum(0.5 * (away_then**2 - away**2), 50.0))
+        weight = np.minimum(odds, settings.most_weight)
+        deviation = max(float(held[:, -1].std()), 1e-6)
+        advantage = np.clip((rewards - held[:, -1].mean()) / deviation, -3.0, 3.0)
+        slopes = weight * advantage * away * settings.bound / settings.explore
+        self.weights = ascend(self.weights, features, slopes, settings.bound, rate)
+
+
+class OnlineAdapter:
+    """Proposes residuals and learns from what comes of them.
+
+    Args:
+        settings: see there.
+        background: learn on a thread of its own; `close` ends it. Of samples that it is too slow
+            for the oldest are dropped, and counted in `dropped`: memory is bounded.
+        seed: of weights and noise.
+    """
+
+    WAITING = 64
+    """Samples that may wait for the thread."""
+
+    def __init__(
+        self, settings: AdapterSettings | None = None, background: bool = False, seed: int = 0
+    ) -> None:
+        self.settings = settings or AdapterSettings()
+        self.background = background
+        self.dropped = 0
+        self._thread: threading.Thread | None = None
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """Forget all that was learnt."""
+        self.close()
+        self.learner = Learner(self.settings, seed)
+        self._noise = np.random.default_rng((seed, 1))
+        self.snapshot: Weights = self.learner.weights
+        """What decisions read."""
+
+    def propose(self, features: Floats) -> tuple[float, float]:
+        """Residual to apply and its mean, in alpha, both within +-bound.
+
+        Args:
+            features: [5], see FEATURES.
+        """
+        settings, weights = self.settings, self.snapshot
+        mean = float(residual(weights, features[None], settings.bound)[0])
+        if not np.isfinite(mean):  # a state that is no number: leave the base step alone
+            return 0.0, 0.0
+        noise = min(max(settings.explore * self._noise.standard_normal(), -0.01), 0.01)
+        return min(max(mean + noise, -settings.bound), settings.bound), mean
+
+    def learn(self, sample: Sample) -> None:
+        """Learn from an epoch, now or on the thread."""
+        if not self.background:
+            self._take(sample)
+            return
+        if self._thread is None:
+            self._start()
+        while True:
+            try:
+                self._samples.put_nowait(sample)
+                return
+            except queue.Full:
+                self._drop_oldest()
+
+    def close(self) -> None:
+        """End the thread, after what waits is learnt. May be called twice."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def _take(self, sample: Sample) -> None:
+        require_number("reward", sample.reward)
+        self.learner.take(sample)
+        self.snapshot = self.learner.weights
+
+    def _start(self) -> None:
+        self._samples: queue.Queue[Sample] = queue.Queue(self.WAITING)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hlem-adapter", daemon=True)
+        self._thread.start()
+
+    def _drop_oldest(self) -> None:
+        try:
+            self._samples.get_nowait()
+            self.dropped += 1
+        except queue.Empty:
+            pass  # the thread was faster
+
+    def _run(self) -> None:
+        """Of the thread. A fault ends one sample's learning, never the thread or the service."""
+        while True:
+            try:
+                sample = self._samples.get(timeout=0.05)
+            except queue.Empty:
+                if self._stop.is_set():
+                    return
+                continue
+            try:
+                self._take(sample)
+            except Exception:
+                logger.exception("the adapter could not learn from %r", sample)

@@ -1,0 +1,217 @@
+"""SmartAllocator: the frozen policy's step, the adapter's residual, and recovery from bursts.
+
+    alpha' = clip(round(alpha + base step + residual + carry))   outside bursts; the rest is carried
+    alpha' = what the recovery controller says                   in a burst, and while recovering
+
+on the grid of 0.01. The decision path is numpy alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env import mdp
+from hlem_env.controller import Decision
+from hlem_env.errors import require
+from hlem_env.mdp import EMA_EPOCHS, MdpConfig
+from hlem_env.telemetry import EpochStats
+from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
+from serving_bridge.policy import FrozenPolicy
+from serving_bridge.recovery import RecoverySettings, Transition, WithRecovery
+
+LOG_ENTRIES = 1000
+"""Decisions kept in the log; the oldest go first."""
+
+
+class AdaptedPolicy:
+    """The frozen policy with the adapter's residual, or without.
+
+    Args:
+        policy: gives the base step.
+        adapter: None for the policy alone.
+        config: SLO, bounds and reward that the adapter learns from.
+    """
+
+    name = "policy"
+    period = 1
+    initial_alpha_centi = 50
+
+    def __init__(
+        self, policy: FrozenPolicy, adapter: OnlineAdapter | None, config: MdpConfig
+    ) -> None:
+        self.policy, self.adapter, self.config = policy, adapter, config
+        self._restart()
+
+    def _restart(self) -> None:
+        self._carry = 0.0
+        self._ema_ms = -1.0
+        self._pending: tuple[tuple[float, ...], float, float] | None = None
+        self._commanded = -1
+
+    def reset(self, seed: int) -> None:
+        """Forget the episode, and what the adapter has learnt."""
+        self._restart()
+        if self.adapter is not None:
+            self.adapter.reset(seed)
+
+    def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
+        """The alpha in force, the policy's step and the residual, on the grid and within bounds.
+
+        Args:
+            observation: float32 [7] or [8]; features beyond the policy's are left out.
+            stats: the epoch behind it.
+
+        Raises:
+            ArgumentError: the observation is not one that the policy takes.
+        """
+        observation = observation[: len(self.policy.feature_names)]
+        base = self.policy.actions_centi[self.policy.act(observation)]
+        alpha_centi = round(100 * stats.alpha_target)
+        if self.adapter is None:
+            return self._decision(alpha_centi, base, 0.0)
+        surprise = self._surprise(stats)
+        self._learn(alpha_centi, stats, abs(surprise))
+        features = (
+            stats.kv_hit, stats.emb_hit, stats.hot_share, min(max(surprise, -1.0), 1.0),
+            base / max(self.policy.actions_centi),
+        )  # fmt: skip
+        applied, mean = self.adapter.propose(np.array(features))
+        self._pending = features, applied, mean
+        return self._decision(alpha_centi, base, 100 * applied)
+
+    def _decision(self, alpha_centi: int, base: int, residual_centi: float) -> Decision:
+        wanted = base + residual_centi + self._carry
+        step = round(wanted)
+        self._carry = wanted - step
+        self._commanded = self.config.clip(alpha_centi + step)
+        return Decision(
+            self._commanded,
+            f"policy {base / 100:+.2f}, adapter {residual_centi / 100:+.4f}",
+            {"policy": float(base), "adapter": residual_centi},
+        )
+
+    def _surprise(self, stats: EpochStats) -> float:
+        """(P99 - EMA) / SLO before the epoch is taken into the EMA; 0 for the first."""
+        if self._ema_ms < 0.0:
+            self._ema_ms = stats.p99_ms
+        difference = stats.p99_ms - self._ema_ms
+        self._ema_ms += 2.0 / (EMA_EPOCHS + 1) * difference
+        return difference / self.config.slo_ms
+
+    def _learn(self, alpha_centi: int, stats: EpochStats, surprise: float) -> None:
+        """Hand the epoch to the adapter, unless recovery had the say in it."""
+        assert self.adapter is not None
+        if self._pending is not None and alpha_centi == self._commanded:
+            reward = mdp.reward(stats, self.config)
+            self.adapter.learn(Sample(*self._pending, reward, surprise))
+        self._pending = None
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One decision: what it saw, what each layer gave, what came out."""
+
+    epoch: int
+    """Decisions since the start, this one included."""
+    tick: int
+    """Of the epoch after it; 0 for the epoch's decision."""
+    state: str
+    """Of the recovery controller."""
+    hot_share: float
+    kv_hit: float
+    emb_hit: float
+    working_set: float
+    p99_ms: float
+    alpha_before_centi: int
+    alpha_centi: int
+    parts: dict[str, float]
+    """Hundredths."""
+    reason: str
+
+
+class SmartAllocator:
+    """The allocator that a node runs.
+
+    Args:
+        policy: the frozen policy.
+        adapter: settings; None leaves the adapter out.
+        recovery: settings; None leaves recovery out.
+        config: SLO, bounds and reward; None is the policy's, with the smooth reward "queueing" for
+            the adapter (docs/allocator.md says why).
+        background: the adapter learns on a thread; `close` ends it.
+        name: for tables.
+
+    `log` holds the last 1,000 decisions, `transitions` those of the recovery controller.
+    """
+
+    period = 1
+
+    def __init__(
+        self,
+        policy: FrozenPolicy,
+        adapter: AdapterSettings | None = None,
+        recovery: RecoverySettings | None = None,
+        config: MdpConfig | None = None,
+        background: bool = False,
+        name: str = "SmartAllocator",
+    ) -> None:
+        require(
+            background is False or adapter is not None, "background", background,
+            "False without an adapter",
+        )  # fmt: skip
+        self.name = name
+        self.config = config or replace(policy.mdp_config, reward="queueing")
+        self.adapter = None if adapter is None else OnlineAdapter(adapter, background)
+        self.policy = AdaptedPolicy(policy, self.adapter, self.config)
+        self.recovery = (
+            None if recovery is None else WithRecovery(self.policy, recovery, self.config)
+        )
+        self._inner = self.recovery or self.policy
+        self.initial_alpha_centi = self.policy.initial_alpha_centi
+        if hasattr(self._inner, "on_tick"):
+            self.on_tick = self._on_tick
+        self.log: deque[LogEntry] = deque(maxlen=LOG_ENTRIES)
+        self._epoch = self._tick = 0
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """Of the recovery controller; none without one."""
+        return [] if self.recovery is None else self.recovery.transitions
+
+    def reset(self, seed: int) -> None:
+        """Forget the episode, the log, and what the adapter has learnt."""
+        self._inner.reset(seed)
+        self.log.clear()
+        self._epoch = self._tick = 0
+
+    def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
+        """The next alpha; `parts` has each layer's share in hundredths: policy, adapter, recovery."""
+        self._epoch, self._tick = self._epoch + 1, 0
+        return self._noted(self._inner.decide(observation, stats), stats)
+
+    def close(self) -> None:
+        """End the adapter's thread."""
+        if self.adapter is not None:
+            self.adapter.close()
+
+    def _on_tick(self, stats: EpochStats) -> Decision | None:
+        self._tick += 1
+        decision: Decision | None = self._inner.on_tick(stats)  # type: ignore[union-attr]
+        return None if decision is None else self._noted(decision, stats)
+
+    def _noted(self, decision: Decision, stats: EpochStats) -> Decision:
+        alpha_centi = self.config.clip(decision.alpha_centi)
+        parts = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0, **decision.parts}
+        decision = Decision(alpha_centi, decision.reason, parts)
+        state = "normal" if self.recovery is None else self.recovery.state.value
+        entry = LogEntry(
+            self._epoch, self._tick, state, stats.hot_share, stats.kv_hit, stats.emb_hit,
+            stats.working_set, stats.p99_ms, round(100 * stats.alpha_target), alpha_centi,
+            parts, decision.reason,
+        )  # fmt: skip
+        self.log.append(entry)
+        return decision
