@@ -2,7 +2,7 @@
 
     residual   mu(x) = 0.02 tanh(...) of five features, zero at first          (residual_network.py)
     applied    a = mu(x) + noise, noise Gaussian and at most 0.01, a within +-0.02
-    advantage  A = (reward - EMA of rewards) / their deviation, within +-3
+    advantage  A = (reward - mean of the replay's) / their deviation, within +-3
     step       weights += eta mean(min(pi(a) / pi_then(a), 2) A d log pi(a) / d weights)
     rate       eta = 1e-3 |P99 - EMA of P99| / SLO
 
@@ -27,6 +27,8 @@ from serving_bridge.residual_network import (
     INPUTS,
     Weights,
     ascend,
+    copied,
+    frozen,
     initial_weights,
     residual,
 )
@@ -108,22 +110,31 @@ class Learner:
         self.seen += 1
         rate = self.settings.learning_rate * min(sample.surprise, 1.0)
         if rate > 0.0 and self.settings.explore > 0.0 and self.seen > 1:
-            for _ in range(self.settings.steps):
-                self._step(rate)
+            self._learn_from_replay(rate)
 
-    def _step(self, rate: float) -> None:
+    def _learn_from_replay(self, rate: float) -> None:
+        """The epoch's steps, on samples drawn with replacement."""
         settings = self.settings
         held = self.replay[: min(self.seen, len(self.replay))]
-        rows = held[self.rng.integers(0, len(held), settings.batch)]
-        features, applied, then, rewards = rows[:, :INPUTS], *rows[:, INPUTS:].T
-        mean = residual(self.weights, features, settings.bound)
-        away, away_then = (applied - mean) / settings.explore, (applied - then) / settings.explore
-        odds = np.exp(np.minimum(0.5 * (away_then**2 - away**2), 50.0))
-        weight = np.minimum(odds, settings.most_weight)
-        deviation = max(float(held[:, -1].std()), 1e-6)
-        advantage = np.clip((rewards - held[:, -1].mean()) / deviation, -3.0, 3.0)
-        slopes = weight * advantage * away * settings.bound / settings.explore
-        self.weights = ascend(self.weights, features, slopes, settings.bound, rate)
+        rewards = held[:, -1]
+        deviation = max(float(rewards.std()), 1e-6)
+        advantages = np.clip((rewards - rewards.mean()) / deviation, -3.0, 3.0)
+        precision = (settings.bound / settings.explore) ** 2
+        applied, then = held[:, INPUTS] / settings.bound, held[:, INPUTS + 1] / settings.bound
+        far = 0.5 * precision * (applied - then) ** 2
+        weights = copied(self.weights)
+        for rows in self.rng.integers(0, len(held), (settings.steps, settings.batch)):
+
+            def slope(mean: Floats, rows: NDArray[np.int64] = rows) -> Floats:
+                """Importance x A x d log pi / d mean; residuals are over the bound."""
+                away = applied[rows] - mean
+                odds = np.exp(np.minimum(far[rows] - 0.5 * precision * away * away, 50.0))
+                weight = np.minimum(odds, settings.most_weight)
+                found: Floats = weight * advantages[rows] * away * precision
+                return found
+
+            ascend(weights, held[rows, :INPUTS], slope, rate)
+        self.weights = frozen(weights)
 
 
 class OnlineAdapter:

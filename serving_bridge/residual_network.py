@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ Floats = NDArray[np.float64]
 
 INPUTS, HIDDEN = 5, 16
 LARGEST_WEIGHT = 10.0
-"""Weights are clipped here: tanh is flat long before."""
+"""Of a snapshot: tanh is flat long before."""
 
 
 class Weights(NamedTuple):
@@ -41,8 +42,9 @@ def initial_weights(rng: np.random.Generator) -> Weights:
 
 
 def frozen(weights: Weights) -> Weights:
-    """The same weights, read-only: what a decision may hold while learning goes on."""
+    """The weights, clipped, read-only: what a decision may hold while learning goes on."""
     for array in weights:
+        np.clip(array, -LARGEST_WEIGHT, LARGEST_WEIGHT, out=array)
         array.flags.writeable = False
     return weights
 
@@ -54,33 +56,26 @@ def residual(weights: Weights, features: Floats, bound: float) -> Floats:
     return value
 
 
+def copied(weights: Weights) -> Weights:
+    """A copy that `ascend` may change."""
+    return Weights(*(array.copy() for array in weights))
+
+
 def ascend(
-    weights: Weights, features: Floats, slopes: Floats, bound: float, rate: float
-) -> Weights:
-    """One step of gradient ascent on mean(slope x residual / bound).
+    weights: Weights, features: Floats, slope: Callable[[Floats], Floats], rate: float
+) -> None:
+    """One step of gradient ascent, in place, on the mean of what `slope` is the derivative of.
 
     Args:
-        weights: not changed.
+        weights: changed.
         features: [n, 5].
-        slopes: [n] derivative of what is to grow by the residual, in residuals of `bound`.
-        bound: of the residual.
+        slope: takes residuals over the bound, [n], and gives the derivatives by them, [n].
         rate: of learning.
-
-    Returns:
-        New weights, read-only.
     """
     hidden = np.tanh(features @ weights.hidden.T + weights.hidden_bias)
-    out = np.tanh(hidden @ weights.output + weights.output_bias[0])
-    at_output = slopes * (1.0 - out**2) / len(slopes)
-    at_hidden = np.outer(at_output, weights.output) * (1.0 - hidden**2)
-    steps = (
-        at_hidden.T @ features,
-        at_hidden.sum(axis=0),
-        hidden.T @ at_output,
-        at_output.sum(keepdims=True),
-    )
-    moved = (
-        np.clip(array + rate * step, -LARGEST_WEIGHT, LARGEST_WEIGHT)
-        for array, step in zip(weights, steps, strict=True)
-    )
-    return frozen(Weights(*moved))
+    out = np.tanh(hidden @ weights.output + weights.output_bias)
+    at_output = slope(out) * (1.0 - out * out) * (rate / len(out))
+    at_hidden = at_output[:, None] * weights.output * (1.0 - hidden * hidden)
+    steps = at_hidden.T @ features, at_hidden.sum(axis=0), at_output @ hidden, at_output.sum()
+    for array, step in zip(weights, steps, strict=True):
+        array += step
