@@ -33,13 +33,22 @@ BUILT_IN: dict[str, str] = {
     "lstm-oft-rc": "agents.lstm:with_recovery",
     "sb3-ppo": "agents.sb3:ppo",
     "sb3-dqn": "agents.sb3:dqn",
+    "allocator": "agents.smart:allocator",
 }
+
+PARTS: dict[str, str] = {
+    "allocator-ppo": "agents.smart:policy_alone",
+    "allocator-adapter": "agents.smart:with_adapter",
+    "allocator-p99": "agents.smart:with_p99_recovery",
+}
+"""The allocator with layers left out, for the ablation: known by name, not part of "all"."""
 
 
 def names() -> tuple[str, ...]:
     """All names that need no dotted path: the built-in ones, then those of installed packages."""
     installed = (point.name for point in entry_points(group=GROUP))
-    return (*BUILT_IN, *(name for name in installed if name not in BUILT_IN))
+    own = (*BUILT_IN, *PARTS)
+    return (*own, *(name for name in installed if name not in own))
 
 
 def factory(name: str) -> Factory:
@@ -49,7 +58,7 @@ def factory(name: str) -> Factory:
         ArgumentError: there is none; lists the names. What the module itself raises passes through.
     """
     allowed = ", ".join(names()) + ", or a dotted path package.module:factory"
-    path = BUILT_IN.get(name, name)
+    path = BUILT_IN.get(name) or PARTS.get(name, name)
     if ":" in path:
         module, _, attribute = path.partition(":")
         here = str(Path.cwd())
