@@ -14,6 +14,7 @@ from agents.ppo_only import PpoOnly
 from agents.registry import BUILT_IN, factory, make
 from agents.sb3 import FOLDER as SB3
 from agents.settings import SETTINGS_FILE
+from agents.smart import SHIPPED
 from agents.static import Static
 from eval.names import BEST_STATIC, DESIGN_POINT
 from hlem_env.controller import Controller
@@ -107,8 +108,8 @@ def baselines_digest(names: tuple[str, ...] = ()) -> str:
     """Hash (16 hex digits) of the baselines' tuned settings and models.
 
     Args:
-        names: of the controllers. SB3's policies count where they run, so that finished work of
-            other controllers stays valid.
+        names: of the controllers. SB3's policies and the allocator's count where they run, so that
+            finished work of other controllers stays valid.
     """
     files = [PRETRAINED.parent / SETTINGS_FILE, *sorted(PRETRAINED.glob(f"*/{ABOUT_FILE}"))]
     files += [
@@ -116,6 +117,8 @@ def baselines_digest(names: tuple[str, ...] = ()) -> str:
         for name in ("sb3-dqn", "sb3-ppo")
         if name in names
     ]
+    if any(name.split("-")[0] == "allocator" for name in names):
+        files.append(PRETRAINED / SHIPPED / METADATA_FILE)
     content = b"".join(Path(file).read_bytes() for file in files)
     return hashlib.sha256(content).hexdigest()[:16]
 

@@ -62,10 +62,19 @@ class Record:
     @property
     def movement(self) -> float:
         """Sum of the absolute steps of alpha, those between ticks included."""
+        return float(np.abs(self._steps()).sum()) / 100
+
+    @property
+    def largest_step(self) -> float:
+        """Largest move of alpha at once, by a decision or a tick."""
+        return float(np.abs(self._steps()).max(initial=0)) / 100
+
+    def _steps(self) -> NDArray[np.int64]:
         alphas = self.alpha_centi
         if self.tick_alpha_centi is not None:
             alphas = [alpha for epoch in self.tick_alpha_centi for alpha in epoch]
-        return float(np.abs(np.diff(alphas)).sum()) / 100
+        steps: NDArray[np.int64] = np.diff(np.array(alphas, np.int64))
+        return steps
 
     def gap(self, alpha_star_centi: NDArray[np.int64]) -> float:
         """Mean distance of alpha to alpha* ([epochs] hundredths) over time, ticks included."""

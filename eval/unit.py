@@ -145,6 +145,7 @@ def _figures(record: Record, star: AlphaStar | None) -> dict[str, Any]:
         "p99_ms": record.mean_p99_ms,
         "qos": record.mean_qos,
         "movement": record.movement,
+        "largest_step": record.largest_step,
         "utilisation": float(np.mean(record.utilisation)),
         "saturated": record.saturated,
         "gap": None,
