@@ -41,14 +41,13 @@ PARTS: dict[str, str] = {
     "allocator-adapter": "agents.smart:with_adapter",
     "allocator-p99": "agents.smart:with_p99_recovery",
 }
-"""The allocator with layers left out, for the ablation: known by name, not part of "all"."""
+"""The allocator with layers left out, for the ablation: known by name, neither listed nor part of "all"."""
 
 
 def names() -> tuple[str, ...]:
     """All names that need no dotted path: the built-in ones, then those of installed packages."""
     installed = (point.name for point in entry_points(group=GROUP))
-    own = (*BUILT_IN, *PARTS)
-    return (*own, *(name for name in installed if name not in own))
+    return (*BUILT_IN, *(name for name in installed if name not in BUILT_IN))
 
 
 def factory(name: str) -> Factory:

@@ -73,8 +73,8 @@ class Record:
         alphas = self.alpha_centi
         if self.tick_alpha_centi is not None:
             alphas = [alpha for epoch in self.tick_alpha_centi for alpha in epoch]
-        steps: NDArray[np.int64] = np.diff(np.array(alphas, np.int64))
-        return steps
+        held = np.array(alphas, np.int64)
+        return held[1:] - held[:-1]
 
     def gap(self, alpha_star_centi: NDArray[np.int64]) -> float:
         """Mean distance of alpha to alpha* ([epochs] hundredths) over time, ticks included."""

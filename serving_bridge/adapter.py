@@ -53,7 +53,7 @@ class AdapterSettings:
 
     bound: float = 0.02
     """Of the residual, in alpha."""
-    explore: float = 0.005
+    explore: float = 0.002
     """Deviation of the noise, in alpha; it is cut at 0.01. 0: no exploration, nothing is learnt."""
     learning_rate: float = 1e-3
     """eta at a P99 one SLO away from its EMA."""

@@ -140,8 +140,8 @@ class SmartAllocator:
         policy: the frozen policy.
         adapter: settings; None leaves the adapter out.
         recovery: settings; None leaves recovery out.
-        config: SLO, bounds and reward; None is the policy's, with the smooth reward "queueing" for
-            the adapter (docs/allocator.md says why).
+        config: SLO, bounds and reward; None is the policy's, with the reward "busy_time" for the
+            adapter (docs/allocator.md says why).
         background: the adapter learns on a thread; `close` ends it.
         name: for tables.
 
@@ -164,7 +164,7 @@ class SmartAllocator:
             "False without an adapter",
         )  # fmt: skip
         self.name = name
-        self.config = config or replace(policy.mdp_config, reward="queueing")
+        self.config = config or replace(policy.mdp_config, reward="busy_time")
         self.adapter = None if adapter is None else OnlineAdapter(adapter, background)
         self.policy = AdaptedPolicy(policy, self.adapter, self.config)
         self.recovery = (
