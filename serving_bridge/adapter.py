@@ -17,12 +17,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import require, require_number
+from hlem_env.errors import require
 from serving_bridge.residual_network import (
     INPUTS,
     Weights,
@@ -39,6 +40,8 @@ Floats = NDArray[np.float64]
 
 FEATURES = ("kv_hit", "emb_hit", "hot_share", "p99_over_ema_slos", "base_step")
 """(P99 - EMA) / SLO clipped to +-1; the base step over 0.06."""
+_MOST = 1e6
+"""Sum of a sample's magnitudes: far beyond any sensible one, far from an overflow."""
 _COLUMNS = INPUTS + 3
 """Of the replay: features, applied residual, mean residual then, reward."""
 
@@ -102,9 +105,9 @@ class Learner:
         """Samples ever taken; the replay holds the last ones, at `seen % replay`."""
 
     def take(self, sample: Sample) -> None:
-        """Put a sample into the replay and take the epoch's steps. What is not finite is left out."""
-        row = np.array([*sample.features, sample.applied, sample.mean, sample.reward])
-        if not (np.isfinite(row).all() and np.isfinite(sample.surprise)):
+        """Put a sample into the replay and take the epoch's steps. What is no sensible number is left out."""
+        row = [*sample.features, sample.applied, sample.mean, sample.reward]
+        if not _sensible([*row, sample.surprise]):
             return
         self.replay[self.seen % len(self.replay)] = row
         self.seen += 1
@@ -135,6 +138,11 @@ class Learner:
 
             ascend(weights, held[rows, :INPUTS], slope, rate)
         self.weights = frozen(weights)
+
+
+def _sensible(values: Iterable[float]) -> bool:
+    """Whether all are numbers, finite and not huge. NaN is not below anything."""
+    return sum(map(abs, values)) < _MOST
 
 
 class OnlineAdapter:
@@ -174,9 +182,9 @@ class OnlineAdapter:
             features: [5], see FEATURES.
         """
         settings, weights = self.settings, self.snapshot
-        mean = float(residual(weights, features[None], settings.bound)[0])
-        if not np.isfinite(mean):  # a state that is no number: leave the base step alone
+        if not _sensible(features.tolist()):  # leave the base step alone
             return 0.0, 0.0
+        mean = float(residual(weights, features[None], settings.bound)[0])
         noise = min(max(settings.explore * self._noise.standard_normal(), -0.01), 0.01)
         return min(max(mean + noise, -settings.bound), settings.bound), mean
 
@@ -202,7 +210,6 @@ class OnlineAdapter:
             self._thread = None
 
     def _take(self, sample: Sample) -> None:
-        require_number("reward", sample.reward)
         self.learner.take(sample)
         self.snapshot = self.learner.weights
 

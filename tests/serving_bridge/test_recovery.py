@@ -159,3 +159,125 @@ def test_bursts_of_the_surrogate_are_seen() -> None:
     assert seen and len(inner.asked) < 119
     usual = np.median([epoch.p99_ms for epoch in stats])
     assert all(stats[epoch].p99_ms > usual + 4.5 for epoch in seen)
+
+
+# By the workload
+
+
+def watching(**settings: float) -> WithRecovery:
+    return WithRecovery(Counting(), RecoverySettings(detector="workload", **settings))  # type: ignore[arg-type]
+
+
+def run_ticks(agent: WithRecovery, shares: list[float], alpha: int = 60) -> tuple[list[int], int]:
+    """An epoch of ticks with these hot shares: alpha after each, and after the decision."""
+    alphas, epoch = [], None
+    for share in shares:
+        hot = np.arange(100) < round(100 * share)
+        stats = make_stats([20.0] * 100, is_hot=hot, alpha_target=alpha / 100)
+        epoch = stats if epoch is None else epoch.merge(stats)
+        decision = agent.on_tick(stats)
+        alpha = alpha if decision is None else decision.alpha_centi
+        alphas.append(alpha)
+    assert epoch is not None
+    decision = agent.decide(np.full(8, epoch.alpha_target, np.float32), epoch)
+    return alphas, decision.alpha_centi
+
+
+def quiet(agent: WithRecovery, epochs: int = 5) -> None:
+    for _ in range(epochs):
+        run_ticks(agent, [0.15] * 10)
+
+
+def test_steps_at_once_and_returns_when_the_burst_is_over() -> None:
+    agent = watching()
+    quiet(agent)
+    alphas, after = run_ticks(agent, [0.15] * 2 + [0.5] * 8)
+    assert alphas[:2] == [60, 60] and alphas[3:] == [40] * 7 and after == 40
+    assert agent.state is BURST
+    alphas, after = run_ticks(agent, [0.5] * 3 + [0.15] * 7, alpha=40)
+    assert alphas[:3] == [40] * 3 and alphas[6:] == [60] * 4 and after == 60
+    assert agent.state is RECOVERING
+
+
+def test_holds_while_recovering_and_then_asks_again() -> None:
+    agent = watching(hold_epochs=3)
+    quiet(agent)
+    run_ticks(agent, [0.5] * 10)
+    decided = [run_ticks(agent, [0.15] * 10, alpha=58)[1] for _ in range(5)]
+    # The first goes back to alpha before the burst; its epoch is the first of three.
+    assert decided == [60, 58, 77, 77, 77]
+    assert agent.state is NORMAL
+
+
+def test_a_step_by_the_last_tick_is_kept_by_the_decision() -> None:
+    agent = watching()
+    quiet(agent)
+    # One tick of nothing but hot requests is enough; it is the epoch's last.
+    alphas, after = run_ticks(agent, [0.15] * 9 + [1.0])
+    assert alphas[-2:] == [60, 40]
+    assert after == 40
+    assert agent.state is BURST
+
+
+def test_a_return_by_the_last_tick_is_kept_too() -> None:
+    agent = watching()
+    quiet(agent)
+    run_ticks(agent, [0.5] * 10)
+    _, after = run_ticks(agent, [0.5] * 9 + [0.0], alpha=40)
+    assert (agent.state, after) == (RECOVERING, 60)
+
+
+def test_a_burst_that_stays_is_the_new_level() -> None:
+    agent = watching()
+    quiet(agent)
+    alpha, states = 60, []
+    for _ in range(20):
+        _, alpha = run_ticks(agent, [0.5] * 10, alpha=alpha)
+        states.append(agent.state)
+    assert states[:5] == [BURST] * 5
+    assert states[6:] == [NORMAL] * 14
+    assert alpha == 77
+
+
+def test_a_second_burst_while_recovering_is_seen_and_returns_to_the_first_ones_alpha() -> None:
+    agent = watching()
+    quiet(agent)
+    alpha = 60
+    for shares in ([0.5] * 10, [0.15] * 10, [0.5] * 10):
+        _, alpha = run_ticks(agent, shares, alpha=alpha)
+    assert (agent.state, alpha) == (BURST, 40)
+    _, alpha = run_ticks(agent, [0.15] * 10, alpha=alpha)
+    assert alpha == 60
+
+
+def test_the_step_waits_until_hot_users_ask() -> None:
+    agent = watching(hot_share=0.4)
+    quiet(agent)
+    alphas, _ = run_ticks(agent, [0.35] * 6 + [0.5] * 4)
+    assert agent.state is BURST
+    assert alphas == [60] * 6 + [40] * 4
+
+
+def test_without_ticks_the_epoch_is_looked_at() -> None:
+    agent = watching()
+
+    def decide(share: float) -> int:
+        hot = np.arange(1000) < round(1000 * share)
+        stats = make_stats([20.0] * 1000, is_hot=hot, alpha_target=0.6)
+        return agent.decide(np.zeros(8, np.float32), stats).alpha_centi
+
+    assert [decide(0.15) for _ in range(5)] == [77] * 5
+    assert decide(0.5) == 40
+
+
+def test_the_workload_sees_bursts_of_the_surrogate_within_an_epoch() -> None:
+    scenario = Scenario.parse("burst", episode_epochs=120)
+    agent, backend = watching(), scenario.build()
+    runner = Runner(backend, MdpConfig(features="working_set"))
+    for _ in run_controller(runner, agent, 120, 40_003):
+        pass
+    burst = backend.workload.path.burst  # type: ignore[attr-defined]
+    begins = [int(np.flatnonzero(burst == n)[0]) for n in range(1, burst.max() + 1)]
+    seen = [t.epoch + t.tick / 10 for t in agent.transitions if t.after is BURST]
+    assert len(begins) >= 2 and len(seen) == len(begins)
+    assert all(0 < at - begin <= 1 for at, begin in zip(seen, begins, strict=True))

@@ -1,0 +1,140 @@
+"""Whether the online adapter mends a mismatch: `python -m eval.bench_adapter`.
+
+Workloads and nodes that the frozen policy was not trained for, judged over the second half of the
+episode. Beside the adapter stand constant residuals, the best of them chosen in hindsight: about what
+a residual within the bound can gain at all.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from agents.forecast import PRETRAINED
+from agents.smart import SHIPPED
+from eval.compare import FIRST_SEED
+from eval.statistics import Estimate, ratio_of_means
+from eval.unit import mdp_config
+from hlem_env.backend import Runner, run_controller
+from hlem_env.command_line import run_command
+from hlem_env.controller import Controller
+from hlem_env.errors import require
+from hlem_env.machine import command, write_result
+from hlem_env.scenario import Scenario
+from serving_bridge.adapter import AdapterSettings, OnlineAdapter
+from serving_bridge.allocator import AdaptedPolicy
+from serving_bridge.policy import FrozenPolicy
+
+MISMATCHES: dict[str, dict[str, Any]] = {
+    "population x2": {"population_factor": 2.0},
+    "14k tokens": {"mean_history_tokens": 14_000.0},
+    "25 tables": {"tables": 25},
+    "half gather": {"gather_scale": 0.5},
+    "a100": {"hardware": "a100"},
+    "books": {"preset": "books"},
+    "none": {},
+}
+"""Held out of training, and the default beside them."""
+REGIMES = ("steady", "trend")
+CONSTANTS = (-0.02, -0.01, -0.005, 0.005, 0.01, 0.02)
+
+
+@dataclass
+class Args:
+    """Compares the policy with and without the adapter where the policy does not fit."""
+
+    seeds: int = 8
+    """episodes of each"""
+    epochs: int = 240
+    """of an episode; the second half counts"""
+    jobs: int = 2
+    """processes"""
+    json: Path | None = None
+    """file for the figures"""
+
+
+class Constant(OnlineAdapter):
+    """Always the same residual."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(AdapterSettings(explore=0.0, steps=0))
+        self.value = value
+
+    def propose(self, features: NDArray[np.float64]) -> tuple[float, float]:
+        """The residual."""
+        return self.value, self.value
+
+
+def second_half(scenario: Scenario, adapter: OnlineAdapter | None, seed: int) -> float:
+    """Mean P99 over the second half, ms."""
+    policy = FrozenPolicy.load(PRETRAINED / SHIPPED)
+    config = replace(policy.mdp_config, reward="busy_time")
+    controller: Controller = AdaptedPolicy(policy, adapter, config)
+    runner = Runner(scenario.build(), mdp_config(scenario))
+    run = run_controller(runner, controller, scenario.episode_epochs, seed)
+    p99 = [stats.p99_ms for stats, _ in run]
+    return float(np.mean(p99[len(p99) // 2 :]))
+
+
+def row_of(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
+    """Figures of one workload."""
+
+    def play(make: Any) -> NDArray[np.float64]:
+        return np.array([second_half(scenario, make(), seed) for seed in seeds])
+
+    alone = play(lambda: None)
+    adapted: Estimate = ratio_of_means(play(OnlineAdapter), alone)
+    constants = {}
+    for value in CONSTANTS:
+        constants[value] = float(play(lambda value=value: Constant(value)).mean() / alone.mean())
+    best = min(constants, key=lambda value: constants[value])
+    return {
+        "policy_p99_ms": float(alone.mean()),
+        "adapter_over_policy": vars(adapted),
+        "best_constant": best,
+        "best_constant_over_policy": constants[best],
+        "constants": {f"{value:+.3f}": ratio for value, ratio in constants.items()},
+    }
+
+
+def main(args: Args) -> None:
+    """Run, print, write."""
+    require(args.seeds >= 1, "seeds", args.seeds, "1 or more")
+    require(args.epochs >= 2, "epochs", args.epochs, "2 or more")
+    require(args.jobs >= 1, "jobs", args.jobs, "1 or more")
+    scenarios = {
+        f"{mismatch}, {regime}": Scenario(regime=regime, episode_epochs=args.epochs, **fields)
+        for mismatch, fields in MISMATCHES.items()
+        for regime in REGIMES
+    }
+    seeds = list(range(FIRST_SEED, FIRST_SEED + args.seeds))
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        found = pool.map(row_of, scenarios.values(), [seeds] * len(scenarios))
+        rows = dict(zip(scenarios, found, strict=True))
+    title = f"P99 over the second half against the policy's, {args.seeds} seeds"
+    table = Table(title=title, title_justify="left")
+    for heading in ("mismatch", "policy, ms", "with adapter", "best constant residual"):
+        table.add_column(heading)
+    for name, row in rows.items():
+        ratio = row["adapter_over_policy"]
+        table.add_row(
+            name,
+            f"{row['policy_p99_ms']:.2f}",
+            f"{ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]",
+            f"{row['best_constant_over_policy']:.4f} ({row['best_constant']:+.3f})",
+        )
+    Console(width=100).print(table)
+    if args.json is not None:
+        write_result(args.json, command("eval.bench_adapter"), {"seeds": seeds, "rows": rows})
+
+
+if __name__ == "__main__":
+    run_command("eval.bench_adapter", main, Args)

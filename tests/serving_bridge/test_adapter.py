@@ -1,0 +1,192 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hlem_env.errors import ArgumentError
+from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
+from serving_bridge.residual_network import ascend, copied, initial_weights, residual
+
+FAST = AdapterSettings(explore=0.01, learning_rate=0.05)
+
+
+def train(adapter: OnlineAdapter, best: float, epochs: int = 300, seed: int = 0) -> None:
+    """Epochs whose reward falls with the distance of what was applied to `best`."""
+    rng = np.random.default_rng(seed)
+    for _ in range(epochs):
+        features = rng.random(5)
+        applied, mean = adapter.propose(features)
+        reward = -((100 * (applied - best)) ** 2)
+        adapter.learn(Sample(tuple(features), applied, mean, reward, 0.5))
+
+
+def means(adapter: OnlineAdapter) -> np.ndarray:
+    rng = np.random.default_rng(9)
+    return np.array([adapter.propose(rng.random(5))[1] for _ in range(50)])
+
+
+def test_untrained_the_mean_is_zero_and_what_is_applied_is_noise() -> None:
+    adapter = OnlineAdapter(AdapterSettings(explore=0.01))
+    proposals = np.array([adapter.propose(np.full(5, 0.5)) for _ in range(500)])
+    assert (proposals[:, 1] == 0).all()
+    assert 0.005 < proposals[:, 0].std() < 0.01
+    assert np.abs(proposals[:, 0]).max() == 0.01  # cut there
+
+
+@pytest.mark.parametrize("best", [-0.015, 0.015])
+def test_moves_towards_what_is_rewarded(best: float) -> None:
+    adapter = OnlineAdapter(FAST)
+    train(adapter, best)
+    assert np.sign(means(adapter).mean()) == np.sign(best)
+    assert abs(means(adapter).mean()) > 0.008
+
+
+def test_learns_to_tell_states_apart() -> None:
+    adapter, rng = OnlineAdapter(FAST), np.random.default_rng(1)
+    for _ in range(800):
+        features = np.array([*rng.random(4), rng.choice([-1.0, 1.0])])
+        applied, mean = adapter.propose(features)
+        adapter.learn(Sample(tuple(features), applied, mean, 100 * applied * features[4], 0.5))
+    low, high = (adapter.propose(np.array([0.5] * 4 + [sign]))[1] for sign in (-1.0, 1.0))
+    assert low < -0.005 and high > 0.005
+
+
+def test_a_reward_that_says_nothing_leaves_it_near_zero() -> None:
+    adapter = OnlineAdapter()
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        features = rng.random(5)
+        applied, mean = adapter.propose(features)
+        adapter.learn(Sample(tuple(features), applied, mean, 1.0, 0.5))
+    assert np.abs(means(adapter)).max() == 0.0
+
+
+def test_no_surprise_no_learning() -> None:
+    adapter = OnlineAdapter(FAST)
+    for i in range(20):
+        applied, mean = adapter.propose(np.full(5, 0.5))
+        adapter.learn(Sample((0.5,) * 5, applied, mean, float(i), 0.0))
+    assert (means(adapter) == 0).all()
+
+
+@given(
+    features=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=5, max_size=5),
+    reward=st.floats(allow_nan=True, allow_infinity=True),
+)
+def test_within_its_bound_whatever_it_is_told(features: list[float], reward: float) -> None:
+    adapter = OnlineAdapter(AdapterSettings(learning_rate=1.0, steps=4))
+    for r in (0.0, 1.0, reward, -1.0):
+        applied, mean = adapter.propose(np.array(features))
+        assert abs(applied) <= 0.02 and abs(mean) <= 0.02
+        adapter.learn(Sample(tuple(features), applied, mean, r, 1.0))
+    assert all(np.isfinite(array).all() for array in adapter.snapshot)
+
+
+def test_seeds_reproduce() -> None:
+    runs = []
+    for seed in (1, 1, 2):
+        adapter = OnlineAdapter(FAST, seed=seed)
+        train(adapter, 0.01, 50)
+        runs.append(means(adapter))
+    assert np.array_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0], runs[2])
+    adapter.reset(1)
+    train(adapter, 0.01, 50)
+    assert np.array_equal(means(adapter), runs[0])
+
+
+def test_the_replay_forgets_the_oldest() -> None:
+    adapter = OnlineAdapter(AdapterSettings(replay=10, steps=0))
+    for i in range(25):
+        adapter.learn(Sample((0.0,) * 5, 0.0, 0.0, float(i), 0.1))
+    assert sorted(adapter.learner.replay[:, -1]) == list(range(15, 25))
+
+
+def test_a_snapshot_never_changes() -> None:
+    adapter = OnlineAdapter(FAST)
+    train(adapter, 0.01, 20)
+    held = adapter.snapshot
+    before = [array.copy() for array in held]
+    train(adapter, -0.01, 20)
+    assert adapter.snapshot is not held
+    assert all(np.array_equal(a, b) for a, b in zip(held, before, strict=True))
+    with pytest.raises(ValueError, match="read-only"):
+        held.output[0] = 1.0
+
+
+def test_the_gradient_is_that_of_finite_differences() -> None:
+    rng = np.random.default_rng(3)
+    weights = copied(initial_weights(rng))
+    weights.output[:] = rng.normal(size=16)
+    features, slopes, rate = rng.random((7, 5)), rng.normal(size=7), 1e-6
+    moved = copied(weights)
+    ascend(moved, features, lambda out: slopes, rate)
+    for k, array in enumerate(weights):
+        place = tuple(rng.integers(0, n) for n in array.shape)
+        high, low = copied(weights), copied(weights)
+        high[k][place] += 1e-5
+        low[k][place] -= 1e-5
+        worth = [float(np.mean(slopes * residual(w, features, 1.0))) for w in (high, low)]
+        step = (moved[k][place] - array[place]) / rate
+        assert step == pytest.approx((worth[0] - worth[1]) / 2e-5, rel=1e-3, abs=1e-7)
+
+
+def test_the_thread_learns_the_same_as_the_caller() -> None:
+    samples, rng = [], np.random.default_rng(4)
+    for _ in range(40):
+        samples.append(Sample(tuple(rng.random(5)), rng.normal() / 100, 0.0, rng.normal(), 0.5))
+    here, there = OnlineAdapter(FAST), OnlineAdapter(FAST, background=True)
+    for sample in samples:
+        here.learn(sample)
+        there.learn(sample)
+    there.close()
+    assert there.dropped == 0
+    for mine, theirs in zip(here.snapshot, there.snapshot, strict=True):
+        assert np.array_equal(mine, theirs)
+    there.close()
+
+
+def test_a_slow_thread_costs_samples_not_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, gate = OnlineAdapter(FAST, background=True), threading.Event()
+    take = adapter.learner.take
+
+    def held(sample: Sample) -> None:
+        gate.wait(10)
+        take(sample)
+
+    monkeypatch.setattr(adapter.learner, "take", held)
+    for i in range(200):
+        adapter.learn(Sample((0.0,) * 5, 0.0, 0.0, float(i), 0.0))
+    assert adapter._samples.qsize() <= adapter.WAITING
+    gate.set()
+    adapter.close()
+    assert adapter.dropped + adapter.learner.seen == 200
+    assert adapter.dropped >= 200 - adapter.WAITING - 1
+
+
+def test_a_fault_ends_neither_thread_nor_decisions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = OnlineAdapter(FAST, background=True)
+    sample = Sample((0.0,) * 5, 0.001, 0.0, 1.0, 0.5)
+    take = adapter.learner.take
+    monkeypatch.setattr(adapter.learner, "take", lambda sample: 1 / 0)
+    adapter.learn(sample)
+    deadline = time.monotonic() + 10
+    while "could not learn" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    monkeypatch.setattr(adapter.learner, "take", take)
+    adapter.learn(sample)
+    adapter.close()
+    assert "could not learn" in caplog.text
+    assert adapter.learner.seen == 1
+    adapter.propose(np.zeros(5))
+
+
+def test_settings_are_checked() -> None:
+    for wrong in ({"bound": 0.03}, {"explore": 0.02}, {"replay": 1001}, {"steps": 65}):
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            AdapterSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from agents import smart
+from agents.forecast import PRETRAINED
+from agents.ppo_only import PpoOnly
+from eval.records import replay, run_record
+from eval.unit import mdp_config
+from hlem_env.backend import Runner, run_controller
+from hlem_env.controller import Decision
+from hlem_env.errors import ArgumentError
+from hlem_env.scenario import Scenario
+from hlem_env.telemetry import EpochStats
+from serving_bridge.adapter import AdapterSettings, OnlineAdapter
+from serving_bridge.allocator import AdaptedPolicy, SmartAllocator
+from serving_bridge.policy import FrozenPolicy
+from serving_bridge.recovery import RecoverySettings
+
+POLICY = FrozenPolicy.load(PRETRAINED / smart.SHIPPED)
+SCENARIO = Scenario.parse("burst", episode_epochs=80)
+SEED = 40_003
+
+
+class Steady(OnlineAdapter):
+    """Proposes one residual always."""
+
+    value = 0.004
+
+    def propose(self, features: np.ndarray) -> tuple[float, float]:
+        self.features = features
+        return self.value, self.value
+
+
+def run(
+    controller: object, epochs: int = 80, seed: int = SEED
+) -> list[tuple[EpochStats, Decision]]:
+    runner = Runner(SCENARIO.build(), mdp_config(SCENARIO))
+    return list(run_controller(runner, controller, epochs, seed))  # type: ignore[arg-type]
+
+
+def alphas(controller: object) -> list[int]:
+    return [round(100 * stats.alpha_target) for stats, _ in run(controller)]
+
+
+def test_with_no_layer_it_is_the_frozen_policy() -> None:
+    assert alphas(smart.policy_alone()) == alphas(PpoOnly(POLICY))
+
+
+def test_the_untrained_adapter_without_noise_changes_nothing() -> None:
+    still = smart.build(AdapterSettings(explore=0.0))
+    assert alphas(still) == alphas(PpoOnly(POLICY))
+
+
+def test_seeds_reproduce_the_whole_allocator() -> None:
+    one, other = smart.allocator(), smart.allocator()
+    first = alphas(one)
+    assert alphas(other) == first
+    assert alphas(one) == first  # reset forgets what was learnt
+    assert [entry.alpha_centi for entry in one.log] == [entry.alpha_centi for entry in other.log]
+
+
+def test_fractions_of_the_grid_are_carried() -> None:
+    adapted = AdaptedPolicy(POLICY, Steady(), POLICY.mdp_config)
+    steps = []
+    for stats, decision in run(adapted, 60):
+        if decision.parts:
+            steps.append((decision, round(100 * stats.alpha_target)))
+    residuals = 0
+    for (before, held), (after, alpha) in pairwise(steps):
+        assert 10 <= alpha <= 90 and before.parts["adapter"] == pytest.approx(0.4)
+        residuals += alpha - held - int(after.parts["policy"])
+    # 0.4 hundredths an epoch, whole hundredths applied, none lost.
+    assert residuals == pytest.approx(0.4 * (len(steps) - 1), abs=1.0)
+
+
+def test_alpha_is_clipped_to_the_bounds() -> None:
+    config = replace(POLICY.mdp_config, alpha_min_centi=49, alpha_max_centi=51)
+    allocator = SmartAllocator(POLICY, AdapterSettings(), RecoverySettings(), config)
+    runner = Runner(
+        SCENARIO.build(), replace(mdp_config(SCENARIO), alpha_min_centi=49, alpha_max_centi=51)
+    )
+    for stats, decision in run_controller(runner, allocator, 40, SEED):
+        assert 49 <= decision.alpha_centi <= 51
+        assert round(100 * stats.alpha_target) in (49, 50, 51)
+
+
+def test_parts_add_up_to_the_move_in_a_burst_and_outside() -> None:
+    allocator = smart.allocator()
+    run(allocator)
+    entries = list(allocator.log)
+    assert {entry.state for entry in entries} == {"normal", "burst", "recovering"}
+    for entry in entries:
+        move, parts = entry.alpha_centi - entry.alpha_before_centi, entry.parts
+        if entry.parts["recovery"]:
+            assert move == parts["recovery"] and parts["policy"] == parts["adapter"] == 0
+        elif entry.state == "normal":
+            assert abs(move - parts["policy"] - parts["adapter"]) < 1.5  # rest of the grid, bounds
+        assert entry.reason
+
+
+def test_epochs_of_a_burst_are_not_learnt_by_the_adapter() -> None:
+    allocator = smart.allocator()
+    decided = run(allocator)
+    assert allocator.adapter is not None
+    bypassed = sum(entry.state != "normal" and entry.tick == 0 for entry in allocator.log)
+    assert bypassed > 10
+    assert allocator.adapter.learner.seen <= len(decided) - 1 - bypassed
+
+
+def test_the_log_is_bounded() -> None:
+    allocator = smart.policy_alone()
+    stats = run(PpoOnly(POLICY), 2)[-1][0]
+    for _ in range(1100):
+        allocator.decide(np.zeros(8, np.float32), stats)
+    assert len(allocator.log) == 1000
+    assert allocator.log[-1].epoch == 1100
+
+
+def test_a_thread_needs_an_adapter_and_ends() -> None:
+    with pytest.raises(ArgumentError, match="background"):
+        SmartAllocator(POLICY, background=True)
+    allocator = SmartAllocator(POLICY, AdapterSettings(), background=True)
+    run(allocator, 10)
+    allocator.close()
+    assert allocator.adapter is not None and allocator.adapter.learner.seen > 0
+    allocator.close()
+
+
+def test_records_of_ticks_replay() -> None:
+    config = mdp_config(SCENARIO)
+    record = run_record(smart.allocator(), SCENARIO.build(), SCENARIO, config, SEED)
+    assert record.tick_alpha_centi is not None
+    assert any(len(set(epoch)) > 1 for epoch in record.tick_alpha_centi)
+    assert record.largest_step >= 0.2
+    assert replay(record)[1] == []
+    record.tick_alpha_centi[40][3] += 5
+    assert replay(record)[1] != []
+
+
+def test_the_decision_path_needs_no_torch() -> None:
+    code = "import sys, serving_bridge.allocator, serving_bridge.adapter_state; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
