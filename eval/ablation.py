@@ -1,12 +1,14 @@
 """What each layer of the allocator adds: `python -m eval.ablation` (the paper's Fig. 14).
 
 The frozen policy alone, with the adapter, with recovery by P99 (Eq. 8), and with recovery by the
-workload, on the same requests, through `eval.compare`: its records, oracles and references. What is
-done is kept in `--output`; the same command goes on.
+workload, on the same requests, through `eval.compare` and its records. The reachable oracle is read
+from a comparison of the same seeds: arrivals do not depend on who decides. What is done is kept in
+`--output`; the same command goes on.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from eval import compare, paper
 from eval.cells import collect
@@ -22,11 +25,14 @@ from eval.lineup import BEST_STATIC
 from eval.records import Record
 from eval.report_page import PAPER_GAP
 from eval.statistics import iqm, ratio_of_means
-from eval.unit import ALPHA_STAR, REACHABLE
+from eval.unit import REACHABLE, Unit, star_of
 from hlem_env.command_line import run_command
+from hlem_env.errors import ArtefactError
 from hlem_env.machine import command, write_result
 from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
+from hlem_env.surrogate.load import tables_digest
+from hlem_env.surrogate.optimum import AlphaStar
 
 LAYERS = ("allocator-ppo", "allocator-adapter", "allocator-p99", "allocator")
 PAPER_PEAK_MS = (46.0, 34.0, 31.0)
@@ -49,8 +55,10 @@ class Args:
     """evaluation episodes of a regime"""
     epochs: int = 240
     """epochs an episode"""
+    references: Path = Path("docs/results/compare-controllers-default.json")
+    """a result of eval.compare with the oracles, on these workloads and seeds"""
     repeats: int = 16
-    """drawings of the arrivals for alpha*"""
+    """drawings of the arrivals for alpha*; 0: no gaps"""
     alpha_step: float = 0.02
     """grid of alpha*"""
     jobs: int = 2
@@ -64,16 +72,56 @@ class Args:
 
 
 def run(args: Args) -> list[dict[str, Any]]:
-    """The comparison's cells, one a regime."""
+    """The comparison's cells, one a regime, with gaps and the reachable oracle put in."""
     compared = compare.Args(
-        controllers=(*LAYERS, "oracles"),
+        controllers=LAYERS,
         workloads=tuple(f"{args.preset}/{regime}" for regime in ("steady", "trend", "burst")),
         kv_policies=("scan_resistant",),
         seeds=args.seeds, epochs=args.epochs, repeats=args.repeats, alpha_step=args.alpha_step,
         jobs=args.jobs, output=args.output,
     )  # fmt: skip
     units = list(compare.plan_units(compared, ()))
-    return collect(units, compare.run_units(units, args.jobs))
+    results = compare.run_units(units, args.jobs)
+    if args.repeats:
+        stars = dict(zip(units, star_of_all(units, args.jobs), strict=True))
+        for unit, result in zip(units, results, strict=True):
+            for row in result["rows"].values():
+                row["gap"] = Record.load(args.output / row["record"]).gap(stars[unit].alpha_centi)
+    for unit, result in zip(units, results, strict=True):
+        known = reachable_row(args.references, unit)
+        if known is not None:
+            result["rows"][REACHABLE] = known
+    return collect(units, results)
+
+
+def star_of_all(units: list[Unit], jobs: int) -> list[AlphaStar]:
+    """alpha* of each unit's course, from the cache where it is there."""
+    return [star_of(unit, jobs) for unit in tqdm(units, unit="course", desc="alpha*", disable=None)]
+
+
+def reachable_row(path: Path, unit: Unit) -> dict[str, Any] | None:
+    """The reachable oracle's figures for a unit's requests; None where the result has none.
+
+    Raises:
+        ArtefactError: the file is not a result of eval.compare.
+    """
+    try:
+        result = json.loads(path.read_text())
+        if result["load_tables"] != tables_digest():
+            return None
+        for cell in result["cells"]:
+            columns = cell["controllers"].get(REACHABLE)
+            same = Scenario.parse(cell["scenario"]) == unit.scenario
+            if same and columns is not None and unit.seed in cell["seeds"]:
+                i = cell["seeds"].index(unit.seed)
+                row = {k: v[i] for k, v in columns.items() if isinstance(v, list)}
+                row["record"] = None
+                return row
+    except OSError as error:
+        raise ArtefactError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtefactError(f"{path} is not a result of eval.compare ({error!r})") from error
+    return None
 
 
 def bursts_of(scenario: Scenario, seed: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
@@ -92,7 +140,7 @@ def peaks(cell: dict[str, Any], output: Path) -> dict[str, list[float]]:
     for name, columns in cell["controllers"].items():
         found[name] = []
         for path, epochs in zip(columns["record"], bursts, strict=True):
-            if epochs:
+            if epochs and path is not None:
                 p99 = np.array(Record.load(output / path).p99_ms)
                 found[name].append(float(np.mean([p99[burst].max() for burst in epochs])))
     return found
@@ -103,13 +151,15 @@ def summarise(cell: dict[str, Any], output: Path) -> dict[str, Any]:
     summary = {
         name: {"entry": columns["entry"][0], **columns["summary"]}
         for name, columns in cell["controllers"].items()
-        if columns["entry"][0] in LAYERS or name in (BEST_STATIC, ALPHA_STAR, REACHABLE)
+        if columns["entry"][0] in LAYERS or name in (BEST_STATIC, REACHABLE)
     }
     if cell["scenario"]["regime"] == "burst":
         by_name = peaks(cell, output)
         best = np.array(by_name[BEST_STATIC])
         for name, row in summary.items():
             peak = np.array(by_name[name])
+            if not peak.size:
+                continue
             row["peak_p99_ms"] = asdict(iqm(peak))
             row["peak_over_best_static"] = asdict(ratio_of_means(peak, best))
     return summary
@@ -149,7 +199,7 @@ def _shown(estimate: dict[str, float] | None, scale: float, digits: int) -> str:
 
 def draw(rows: dict[str, Any], slo_ms: float) -> Figure:
     """Peak P99 in a burst by layer, the paper's beside."""
-    names = [BEST_STATIC, *(name for name in rows if rows[name]["entry"] in LAYERS), REACHABLE]
+    names = [BEST_STATIC, *(name for name in rows if rows[name]["entry"] in LAYERS)]
     bars = [rows[name]["peak_p99_ms"] for name in names]
     value, low, high = (np.array([bar[key] for bar in bars]) for key in ("value", "low", "high"))
     reported = [PAPER_PEAK_OF.get(rows[name]["entry"], np.nan) for name in names]
@@ -184,7 +234,10 @@ def main(args: Args) -> None:
     if args.json is not None:
         write_result(
             args.json, command("eval.ablation"),
-            {"preset": args.preset, "seeds": cells[0]["seeds"], "regimes": rows},
+            {
+                "preset": args.preset, "seeds": cells[0]["seeds"], "references": str(args.references),
+                "regimes": rows,
+            },
         )  # fmt: skip
     if args.plot is not None:
         paper.save(draw(rows["burst"], MdpConfig().slo_ms), args.plot, "eval.ablation")
