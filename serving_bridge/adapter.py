@@ -3,13 +3,14 @@
     residual   mu(x) = 0.02 tanh(...) of five features, zero at first          (residual_network.py)
     applied    a = mu(x) + noise, noise Gaussian and at most 0.01, a within +-0.02
     advantage  A = (reward - mean of the replay's) / their deviation, within +-3
-    step       weights += eta mean(min(pi(a) / pi_then(a), 2) A d log pi(a) / d weights)
+    step       weights += eta mean(min(pi(a) / pi_then(a), 2) A sigma d log pi(a) / d weights)
     rate       eta = 1e-3 |P99 - EMA of P99| / SLO
 
-over samples drawn from a replay of the last 1,000 epochs. The paper names neither the five inputs nor
-the loss; both are ours. Learning never runs in a decision: that reads a snapshot of the weights, which
-nothing changes afterwards. In simulation the steps run between decisions (`background=False`), so that
-a seed fixes the run; on a node a thread takes them.
+over samples drawn from a replay of the last 1,000 epochs. sigma, the noise's deviation, makes the
+step the same for any noise: without it little noise makes large steps, of chance alone. The paper
+names neither the five inputs nor the loss; both are ours. Learning never runs in a decision: that
+reads a snapshot of the weights, which nothing changes afterwards. In simulation the steps run between
+decisions (`background=False`), so that a seed fixes the run; on a node a thread takes them.
 """
 
 from __future__ import annotations
@@ -122,18 +123,19 @@ class Learner:
         rewards = held[:, -1]
         deviation = max(float(rewards.std()), 1e-6)
         advantages = np.clip((rewards - rewards.mean()) / deviation, -3.0, 3.0)
-        precision = (settings.bound / settings.explore) ** 2
+        sharpness = settings.bound / settings.explore
+        precision = sharpness**2
         applied, then = held[:, INPUTS] / settings.bound, held[:, INPUTS + 1] / settings.bound
         far = 0.5 * precision * (applied - then) ** 2
         weights = copied(self.weights)
         for rows in self.rng.integers(0, len(held), (settings.steps, settings.batch)):
 
             def slope(mean: Floats, rows: NDArray[np.int64] = rows) -> Floats:
-                """Importance x A x d log pi / d mean; residuals are over the bound."""
+                """Importance x A x deviation x d log pi / d mean; residuals are over the bound."""
                 away = applied[rows] - mean
                 odds = np.exp(np.minimum(far[rows] - 0.5 * precision * away * away, 50.0))
                 weight = np.minimum(odds, settings.most_weight)
-                found: Floats = weight * advantages[rows] * away * precision
+                found: Floats = weight * advantages[rows] * away * sharpness
                 return found
 
             ascend(weights, held[rows, :INPUTS], slope, rate)
