@@ -4,7 +4,8 @@
 
 The two take turns in blocks of the same run, so that other work on the machine meets both. Each
 call starts from the state as a numpy array and ends with an action index as a Python int. Without
-`--policy` the network has random weights; what a decision costs does not depend on them.
+`--policy` the network has random weights; what a decision costs does not depend on them. The allocator's
+decisions follow, with its learning on a thread beside them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from agents.actor_critic import ActorCritic
+from eval.bench_allocator import epochs, time_allocator
 from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.machine import command, machine, write_result
 from hlem_env.mdp import MdpConfig, observe
-from hlem_env.telemetry import EpochStats
 from serving_bridge.policy import FrozenPolicy, export_policy
 
 BLOCK = 100
@@ -76,12 +77,14 @@ def main(args: Args) -> int:
     with torch.inference_mode():
         times_ns = time_in_turns(policy.act, eager, states, args.decisions)
         agreement = compare_actions(policy, network, states)
+    allocator_ns = time_allocator(policy, args.decisions, args.seed, REQUESTS)
     observe_ns = time_observe(rng, policy.mdp_config, max(args.decisions // 10, BLOCK))
     figures_us = {
         "act": percentiles_us(times_ns[0]),
         "torch_eager": percentiles_us(times_ns[1]),
         "observe": percentiles_us(observe_ns),
         "timer": percentiles_us(times_ns[2]),
+        **{f"allocator_{kind}": percentiles_us(spent) for kind, spent in allocator_ns.items()},
     }
     ratio = {
         name: round(figures_us["torch_eager"][name] / figures_us["act"][name], 2)
@@ -99,6 +102,10 @@ def main(args: Args) -> int:
         ("ratio", ratio),
         (f"mdp.observe, {REQUESTS:,} requests", figures_us["observe"]),
         ("timer alone, included above", figures_us["timer"]),
+        ("allocator, no adapter", figures_us["allocator_decide"]),
+        ("allocator, learning beside", figures_us["allocator_decide_learning"]),
+        ("allocator, a tick", figures_us["allocator_tick"]),
+        ("allocator, learning itself", figures_us["allocator_learn"]),
     ):
         print(f"{label:<34}" + "".join(f"{value:>10.2f}" for value in values.values()))
     print(
@@ -193,33 +200,7 @@ def time_observe(rng: np.random.Generator, config: MdpConfig, calls: int) -> NDA
 
     Stats remember what was derived from them, so every call gets its own.
     """
-    latency_ms = rng.gamma(4.0, 5.0, REQUESTS)
-    stats = EpochStats(
-        duration_s=config.epoch_seconds,
-        latency_ms=latency_ms,
-        service_ms=latency_ms / 2,
-        arrival_s=np.sort(rng.uniform(0.0, config.epoch_seconds, REQUESTS)),
-        is_hot=rng.random(REQUESTS) < 0.2,
-        history_tokens=10_000 * REQUESTS,
-        reused_tokens=2_000 * REQUESTS,
-        rows_looked_up=5_000 * REQUESTS,
-        rows_hit=4_000.0 * REQUESTS,
-        computed_tokens=8_000 * REQUESTS,
-        refill_bytes=0.0,
-        prefetch_bytes=0.0,
-        evictions=100,
-        alpha_target=0.5,
-        alpha_resident=0.5,
-        embedding_pages=15_000,
-        kv_pages=14_000,
-        free_pages=1_000,
-        pending_pages=0,
-        pool_bytes=60_000_000_000,
-        working_set_bytes=2e10,
-        backlog=3,
-        backlog_age_s=0.01,
-        utilisation=0.7,
-    )
+    stats = epochs(rng, 1, REQUESTS)[0]
     observe(stats, config)
     times_ns = np.zeros(calls, np.int64)
     for call in range(calls):
