@@ -21,11 +21,10 @@ from tqdm import tqdm
 from eval import compare, paper
 from eval.cells import collect
 from eval.figures import GRID, LIMIT, MUTED, SERIES, STATIC, STYLE
-from eval.lineup import BEST_STATIC
+from eval.names import BEST_STATIC, REACHABLE
 from eval.records import Record
-from eval.report_page import PAPER_GAP
 from eval.statistics import iqm, ratio_of_means
-from eval.unit import REACHABLE, Unit, star_of
+from eval.unit import Unit, star_of
 from hlem_env.command_line import run_command
 from hlem_env.errors import ArtefactError
 from hlem_env.machine import command, write_result
@@ -179,7 +178,7 @@ def table(regime: str, rows: dict[str, Any]) -> str:
         kind = {"allocator-ppo": "ppo", "allocator": "full", BEST_STATIC: "static"}.get(
             row["entry"]
         )
-        gap = PAPER_GAP[regime].get(kind) if kind else None
+        gap = paper.PAPER_GAP[regime].get(kind) if kind else None
         line.insert(6, paper.NONE if gap is None else f"{gap:.3f}")
         line.append(paper.NONE if peak is None else f"{peak:.0f}")
         lines.append(line)
