@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from eval import ablation
+from eval.names import REACHABLE
 from eval.records import Record
-from eval.unit import REACHABLE, Unit
+from eval.unit import Unit
 from hlem_env.errors import ArtefactError
 from hlem_env.scenario import Scenario
 
