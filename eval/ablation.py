@@ -178,7 +178,7 @@ def table(regime: str, rows: dict[str, Any]) -> str:
         kind = {"allocator-ppo": "ppo", "allocator": "full", BEST_STATIC: "static"}.get(
             row["entry"]
         )
-        gap = paper.paper.PAPER_GAP[regime].get(kind) if kind else None
+        gap = paper.PAPER_GAP[regime].get(kind) if kind else None
         line.insert(6, paper.NONE if gap is None else f"{gap:.3f}")
         line.append(paper.NONE if peak is None else f"{peak:.0f}")
         lines.append(line)
