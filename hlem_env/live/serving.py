@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from hlem_env import mdp
 from hlem_env.errors import BackendError, require
-from hlem_env.live.heap import give_back_free_memory
 from hlem_env.live.hot_users import HotUsers
 from hlem_env.live.node import Executed, LiveNode
 from hlem_env.telemetry import EpochStats
@@ -28,9 +27,6 @@ SPIN_S = 0.0002
 
 TRANSFER_STEP_S = 0.0005
 """While rows are moved ahead, an idle server looks after them this often."""
-
-TRIM_S = 10.0
-"""Free memory is given back this often, while the clock stands still."""
 
 
 class WallTime:
@@ -134,7 +130,6 @@ class LiveBackend:
         self.workload.reset(np.random.default_rng(seed), -self.warmup_s)
         self._clock = Clock(-self.warmup_s, self._time)
         self._end_s = -self.warmup_s
-        self._since_trim_s = 0.0
         self._busy: list[tuple[float, float]] = []
         self._waiting = Requests.empty()
         self._completed = Completed()
@@ -156,10 +151,6 @@ class LiveBackend:
             clock.stop()
         stats = self._stats(begin_s, self._end_s, alpha_centi)
         self.node.last_p99_ms = stats.p99_ms
-        self._since_trim_s += seconds
-        if self._since_trim_s >= TRIM_S:
-            self._since_trim_s = 0.0
-            give_back_free_memory()
         return stats
 
     def close(self) -> None:
