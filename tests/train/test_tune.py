@@ -23,7 +23,8 @@ def test_defaults_are_in_the_space(name: str) -> None:
 
 
 def test_every_baseline_with_settings_has_a_study() -> None:
-    # A rule of one line has nothing to tune; SB3's have the settings of our own PPO; the allocator is no baseline.
+    # A rule of one line has nothing to tune, SB3's have the settings of our own PPO, and the allocator is
+    # no baseline.
     assert set(STUDIES) == set(BUILT_IN) - {"working-set", "sb3-ppo", "sb3-dqn", "allocator"}
 
 
