@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 
 from hlem_env.errors import ArtefactError
 from serving_bridge.adapter import FEATURES, OnlineAdapter
+from serving_bridge.durable import replace_file
 from serving_bridge.residual_network import Weights, frozen
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def save_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str) -
         "tensors_sha256": digest,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / name, data)
-    _replace(folder / STATE_FILE, (json.dumps(document, indent=1) + "\n").encode())
+    replace_file(folder / name, data)
+    replace_file(folder / STATE_FILE, (json.dumps(document, indent=1) + "\n").encode())
     for file in folder.iterdir():
         if _TENSORS.fullmatch(file.name) and file.name != name:
             file.unlink(missing_ok=True)
@@ -156,17 +156,3 @@ def _put_aside(folder: Path) -> None:
             os.replace(file, file.with_name(f"{file.name}.bad"))
         except OSError as error:
             logger.warning("%s cannot be kept aside: %s", file, error.strerror)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write beside `path`, have it on the disk, then put it in its place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with beside.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -28,6 +27,7 @@ from safetensors import SafetensorError
 
 from hlem_env.errors import ArgumentError, ArtefactError, HlemError, require
 from hlem_env.mdp import ACTIONS_CENTI, FEATURES, MdpConfig
+from serving_bridge.durable import replace_file
 
 WEIGHTS_FILE = "policy.safetensors"
 METADATA_FILE = "policy.json"
@@ -346,9 +346,9 @@ def export_policy(
     except ArtefactError:
         pass  # There is no policy that must stay readable.
     else:
-        _replace(folder / _PREVIOUS_FILE, previous)
-    _replace(folder / WEIGHTS_FILE, data)
-    _replace(folder / METADATA_FILE, text)
+        replace_file(folder / _PREVIOUS_FILE, previous)
+    replace_file(folder / WEIGHTS_FILE, data)
+    replace_file(folder / METADATA_FILE, text)
     (folder / _PREVIOUS_FILE).unlink(missing_ok=True)
 
 
@@ -357,26 +357,6 @@ def _version() -> str:
         return installed.version("hlem")
     except installed.PackageNotFoundError:
         return "unknown"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file beside `path`, have it on the disk, then put it in its place."""
-    # With the permissions of any new file; those of the tempfile module are the owner's alone.
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with beside.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _check(condition: bool, path: Path, reason: str) -> None:

@@ -61,7 +61,7 @@ def test_a_fault_while_saving_leaves_the_old_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files_written: int
 ) -> None:
     save_state(learnt(5), tmp_path, POLICY)
-    replace, calls = adapter_state._replace, []
+    replace, calls = adapter_state.replace_file, []
 
     def failing(path: Path, data: bytes) -> None:
         calls.append(path)
@@ -69,7 +69,7 @@ def test_a_fault_while_saving_leaves_the_old_state(
             raise OSError(28, "no space left")
         replace(path, data)
 
-    monkeypatch.setattr(adapter_state, "_replace", failing)
+    monkeypatch.setattr(adapter_state, "replace_file", failing)
     with pytest.raises(OSError, match="no space"):
         save_state(learnt(9), tmp_path, POLICY)
     again = OnlineAdapter(AdapterSettings(steps=8))
