@@ -26,7 +26,7 @@ from eval.records import Record
 from eval.statistics import iqm, ratio_of_means
 from eval.unit import Unit, star_of
 from hlem_env.command_line import run_command
-from hlem_env.errors import ArtefactError
+from hlem_env.errors import ArtefactError, require
 from hlem_env.machine import command, write_result
 from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
@@ -223,6 +223,8 @@ def draw(rows: dict[str, Any], slo_ms: float) -> Figure:
 
 def main(args: Args) -> None:
     """Run, print, write, draw."""
+    require(1 <= args.seeds <= 10_000, "--seeds", args.seeds, "1 to 10,000")
+    require(args.epochs >= 12, "--epochs", args.epochs, "12 or more")
     cells = run(args)
     rows = {cell["scenario"]["regime"]: summarise(cell, args.output) for cell in cells}
     for regime, row in rows.items():
