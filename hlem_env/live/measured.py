@@ -90,7 +90,8 @@ class Measured:
         done_s, arrival_s, service_ms, is_hot, history, reused, computed, rows_hit = (
             self._completed.take_until(end_s)
         )
-        late = self._completed.arrival_s  # ran beyond the end, not yet completed at it
+        # Answered beyond the end, not yet at it; where the clock never stops, some came later, too.
+        late = [arrived for arrived in self._completed.arrival_s if arrived <= end_s]
         oldest_s = min([end_s, *late, *waiting_since_s])
         node = self._node
         pool, ahead = node.pool.stats(), node.take_ahead_bytes()

@@ -29,8 +29,8 @@ from hlem_env.eviction.policies import make_policy
 from hlem_env.live.attention import PagedKv
 from hlem_env.live.cache_state import COUNTERS, MISSED
 from hlem_env.live.config import LiveConfig
-from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.drawn_items import DrawnItems
+from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.histories import Window
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.hstu import Hstu, HstuBatch, HstuConfig
