@@ -113,7 +113,7 @@ class Engine:
         hot = HotUsers(known_users, mdp.HOT_WINDOW_EPOCHS * node.config.epoch_seconds)
         self._users = UserTable(store, known_users, hot.forget)
         self._start_s = time.monotonic()
-        self._ticker = Ticker(node, Measured(node, hot), control)
+        self._ticker = Ticker(node, Measured(node, hot), control, self._start_s)
         self._wake = threading.Condition()
         self._queue: deque[_Waiting] = deque()
         self._writing: deque[Batch] = deque()

@@ -69,7 +69,7 @@ class StoredHistory(NamedTuple):
     id: int
     """Another one whenever the history is replaced."""
     length: int
-    """Items."""
+    """Items; one or more."""
     hash: int
     """`prefix_hash` of all items, from the store's `hash_key`."""
 
@@ -178,6 +178,7 @@ class HistoryStore:
             )
         except lmdb.Error as error:
             raise ArtefactError(f"{self.folder} holds no store of histories: {error}") from error
+        self._env.reader_check()  # readers of a process that was killed would keep old pages
         self._page_bytes = self._env.stat()["psize"]
         if self._file.stat().st_size < self._used_bytes():  # to read on would end the process
             raise ArtefactError(f"{self._file} is torn: it is shorter than it says")
@@ -218,6 +219,8 @@ class HistoryStore:
                 return [self._apply(txn, change) for change in changes]
 
     def _apply(self, txn: Any, change: Change) -> StaleHistory | None:
+        # An id is known to be taken by its segments.
+        require(change.after.length >= 1, "length", change.after.length, "1 or more")
         key = change.user.encode()
         current = _record(txn.get(key, db=self._users))
         if current != change.base:

@@ -31,6 +31,8 @@ class Served(NamedTuple):
     """That completed, in order of arrival on the node's clock; numbers of users never come twice."""
     refused: int
     """Turned away for overload."""
+    ended_s: float | None = None
+    """When the epoch ended, by `time.monotonic`."""
 
 
 class Control(Protocol):
@@ -54,12 +56,15 @@ class Ticker:
         node: whose alpha is moved.
         measured: of that node.
         control: decides. What it raises is logged, and alpha stays.
+        start_s: of the node's clock, by `time.monotonic`.
     """
 
-    def __init__(self, node: LiveNode, measured: Measured, control: Control) -> None:
+    def __init__(
+        self, node: LiveNode, measured: Measured, control: Control, start_s: float
+    ) -> None:
         self._node, self.measured, self._control = node, measured, control
         self._tick_s = node.config.epoch_seconds / mdp.TICKS_PER_EPOCH
-        self._ticks = 0
+        self._ticks, self._start_s = 0, start_s
         self._epoch: EpochStats | None = None
         self._served: deque[tuple[float, Requests]] = deque()
         self._refused = 0
@@ -109,7 +114,7 @@ class Ticker:
     def _close_epoch(self, end_s: float) -> None:
         stats, self._epoch = self._epoch, None
         assert stats is not None
-        served = Served(self._take_served(end_s), self._refused)
+        served = Served(self._take_served(end_s), self._refused, self._start_s + end_s)
         self._refused = 0
         self._node.last_p99_ms = stats.p99_ms
         self._ask(lambda: self._control.epoch(stats, served))
