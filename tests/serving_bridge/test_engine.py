@@ -1,15 +1,13 @@
 """The engine on a real small node: scores, order, refusals, ends."""
 
-import time
 from collections.abc import Iterator
-from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hlem_env.live.node import LiveNode
-from serving_bridge.scoring import Limits, Overloaded, UnknownUser
+from serving_bridge.scoring import UnknownUser
 from tests.serving_bridge.small_engine import (
     CONFIG,
     Reference,

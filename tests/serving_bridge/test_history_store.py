@@ -191,7 +191,7 @@ def test_a_torn_store_is_refused(tmp_path: Path, share: float) -> None:
     with lmdb.open(str(tmp_path)) as env:
         used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     os.truncate(file, int(share * used))
-    with pytest.raises(ArtefactError, match="torn|damaged"):
+    with pytest.raises(ArtefactError, match=r"torn|damaged"):
         HistoryStore(tmp_path, MAX_BYTES)
 
 
