@@ -47,6 +47,9 @@ class GivenItems:
 
     def __init__(self, tables: HostTables) -> None:
         self._tables = tables
+        self._rows(
+            torch.zeros(1, dtype=torch.int64)
+        )  # compiles, where there is something to compile
 
     def candidates(self, requests: Requests) -> Ints:
         """See `ItemSource.candidates`."""
@@ -70,15 +73,19 @@ class GivenItems:
         tokens = sum(part.size for part in parts)
         host = torch.empty(tokens, dtype=torch.int64, pin_memory=cuda)
         np.concatenate(parts, out=host.numpy())
-        if not cuda:
-            return self._tables.keys(host).reshape(-1)
-        from hlem_env.live.kernels import item_rows_triton
-
-        moved = host.to(self._tables.device, non_blocking=True)
-        return item_rows_triton.item_rows(moved, self._tables)
+        return self._rows(host)
 
     def served(self, requests: Requests) -> None:
         """See `ItemSource.served`."""
+
+    def _rows(self, items: Tensor) -> Tensor:
+        """Rows int64 [n * tables], on the device, of items int64 [n] on the host."""
+        if self._tables.device.type == "cpu":
+            return self._tables.keys(items).reshape(-1)
+        from hlem_env.live.kernels import item_rows_triton
+
+        moved = items.to(self._tables.device, non_blocking=True)
+        return item_rows_triton.item_rows(moved, self._tables)
 
 
 def _given(requests: Requests) -> GivenRequests:
