@@ -143,6 +143,8 @@ def test_batches_keep_to_the_token_budget_whatever_the_candidates() -> None:
     assert setting.node.first_batch(setting.request(1, items(300, 1), 300, items(1000, 2))) == 1
     setting.serve(together(*few))
     assert setting.node.first_batch(together(*many)) == 3  # cached tokens are free
+    other = [setting.request(u, h, 100, items(300, u), edits=1) for u, h in enumerate(histories)]
+    assert setting.node.first_batch(together(*other)) == 2  # those of another history are not
 
 
 def test_requests_without_items_and_wrong_items_are_refused_and_nothing_has_changed() -> None:

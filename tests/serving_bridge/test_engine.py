@@ -93,6 +93,11 @@ def test_a_user_may_wait_twice_and_each_request_sees_the_ones_before(
                 new = items(i, i)
                 histories.append(np.concatenate([histories[-1], new]))
                 futures.append(engine.submit(more(name, new, candidates)))
+            for length in (50, 60):  # replaced while all that may still be on its way to the disk
+                histories.append(items(length, length))
+                futures.append(engine.submit(whole(name, histories[-1], candidates)))
+                histories.append(np.concatenate([histories[-1], items(4, 9)]))
+                futures.append(engine.submit(more(name, items(4, 9), candidates)))
             for future, so_far in zip(futures, histories, strict=True):
                 assert agree(result(future), right.scores(so_far, candidates))
 

@@ -100,6 +100,10 @@ def test_a_cancelled_request_leaves_the_queue_and_changes_nothing(tmp_path: Path
         following = [engine.submit(request("u0", 20)), engine.submit(request("v"))]  # room again
         with pytest.raises(Overloaded):
             engine.submit(request("w"))
+        assert following.pop().cancel()
+        for _ in range(50):
+            assert engine.submit(request("w")).cancel()
+        assert len(engine._queue) < FEW.queue  # nothing is kept of them
         held.open.set()
         for future in (first, waiting[1], *following):
             result(future)
