@@ -128,7 +128,7 @@ def test_a_replaced_history_gives_its_room_back(tmp_path: Path) -> None:
 def fill(store: HistoryStore) -> list[str]:
     """Write users until one is refused."""
     for number in range(1000):
-        [error] = store.commit([replaced(store, f"u{number}", None, items(5000, number))])
+        [error] = store.commit([replaced(store, f"u{number}", None, items(15_000, number))])
         if error is not None:
             assert isinstance(error, StoreFull)
             return [f"u{n}" for n in range(number)]
@@ -139,17 +139,17 @@ def test_a_full_store_refuses_what_does_not_fit_and_keeps_the_rest(tmp_path: Pat
     with store_in(tmp_path) as store:
         users = fill(store)
         first = store.find("u0")
-        big = replaced(store, "big", None, items(9000))
+        big = replaced(store, "big", None, items(15_000))
         unchanged = Change("u0", first, first, items(0))
         errors = store.commit([big, unchanged])
         assert [type(error) for error in errors] == [StoreFull, type(None)]
         assert "limit of 0.00391 GiB" in str(errors[0])
     with store_in(tmp_path) as store:
         for number, user in enumerate(users):
-            assert stored(store, user) == items(5000, number).tolist()
+            assert stored(store, user) == items(15_000, number).tolist()
         assert stored(store, "big") is None
     with store_in(tmp_path, 4 * MAX_BYTES) as store:  # a higher limit is all it takes
-        assert store.commit([replaced(store, "big", None, items(9000))]) == [None]
+        assert store.commit([replaced(store, "big", None, items(15_000))]) == [None]
 
 
 @contextmanager
@@ -169,13 +169,13 @@ def test_a_full_disk_refuses_and_damages_nothing(tmp_path: Path) -> None:
         with full_disk(store.folder.joinpath("data.mdb").stat().st_size):
             users = fill(store)
             assert users
-        assert store.commit([replaced(store, "last", None, items(5000, 7))]) == [None]
+        assert store.commit([replaced(store, "last", None, items(15_000, 7))]) == [None]
     with store_in(tmp_path, 2**26) as store:
         assert stored(store, "first") == items(100).tolist()
         for number, user in enumerate(users):
-            assert stored(store, user) == items(5000, number).tolist()
+            assert stored(store, user) == items(15_000, number).tolist()
         assert stored(store, f"u{len(users)}") is None
-        assert stored(store, "last") == items(5000, 7).tolist()
+        assert stored(store, "last") == items(15_000, 7).tolist()
 
 
 def a_store(folder: Path) -> Path:
