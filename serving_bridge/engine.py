@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from hlem_env import mdp
 from hlem_env.errors import BackendError, HlemError, require
-from hlem_env.live.given_items import GivenItems, GivenRequests
+from hlem_env.live.given_items import GivenRequests
 from hlem_env.live.hot_users import HotUsers
 from hlem_env.live.measured import Measured
 from hlem_env.live.node import Executed, LiveNode
@@ -34,6 +34,7 @@ from serving_bridge.checking import checked
 from serving_bridge.committer import Answered, Batch, Committer
 from serving_bridge.history_store import USER_BYTES_MAX, HistoryStore, StoreError
 from serving_bridge.placing import Placed, place
+from serving_bridge.rehearsal import rehearse
 from serving_bridge.scoring import (
     Limits,
     NotServed,
@@ -76,7 +77,7 @@ class _Ready(NamedTuple):
 
 
 class Engine:
-    """A Scorer on a live node.
+    """A Scorer on a live node. Making one takes a rehearsal: seconds where nothing has been compiled yet.
 
     Args:
         node: what executes; the engine empties it, owns it and closes it.
@@ -109,7 +110,7 @@ class Engine:
         )  # fmt: skip
         require(known_users > self.limits.queue, "known_users", known_users, "above limits.queue")
         self._node, self._store = node, store
-        node.reset(0, GivenItems(node.tables))
+        rehearse(node, self.limits)
         hot = HotUsers(known_users, mdp.HOT_WINDOW_EPOCHS * node.config.epoch_seconds)
         self._users = UserTable(store, known_users, hot.forget)
         self._start_s = time.monotonic()

@@ -64,9 +64,8 @@ class Held:
 @contextmanager
 def held_engine(folder: Path) -> Iterator[tuple[Engine, Held]]:
     """An engine of a short queue, whose first request runs until `open` is set."""
-    node = LiveNode(CONFIG)
-    held = Held(node)
-    with engine_in(folder, limits=FEW, node=node) as engine:
+    with engine_in(folder, limits=FEW) as engine:
+        held = Held(engine._node)
         try:
             yield engine, held
         finally:
@@ -127,9 +126,8 @@ def test_draining_finishes_what_was_taken_and_takes_no_more(tmp_path: Path) -> N
 
 def test_closing_refuses_what_waits_and_ends_the_threads(tmp_path: Path) -> None:
     before = threading.active_count()
-    node = LiveNode(CONFIG)
-    held = Held(node)
-    with engine_in(tmp_path, node=node) as engine:
+    with engine_in(tmp_path) as engine:
+        held = Held(engine._node)
         running = engine.submit(request("a"))
         assert held.entered.acquire(timeout=20)
         waiting = engine.submit(request("a"))  # not in the batch of the first
