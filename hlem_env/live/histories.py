@@ -71,13 +71,6 @@ class Histories:
         edits[back] = self._edits[user] + cut
         return Window(first, edits)
 
-    def edits(self, users: Ints) -> Ints:
-        """Edits so far of users [n]."""
-        edits = np.zeros(users.size, np.int64)
-        back = users < self.persistent_users
-        edits[back] = self._edits[users[back]]
-        return edits
-
     def visit(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
         """Advance the users' windows to these requests, as in `window`."""
         window = self.window(users, lengths, new_items)

@@ -35,6 +35,10 @@ class HotUsers:
         self._pages[user] = pages
         return bool(arrival_s - last[-1] <= self.window_s)
 
+    def forget(self, user: int) -> None:
+        """The number is another user's from now on."""
+        self._arrivals[user] = -np.inf
+
     def pages(self, now_s: float) -> int:
         """KV pages that the histories of the users that are hot at `now_s` take or would take."""
         hot: NDArray[np.bool_] = now_s - self._arrivals[:, -1] <= self.window_s

@@ -200,11 +200,19 @@ class KvCache:
             not_admitted=self.not_admitted,
         )
 
-    def cached_tokens(self, users: ArrayLike) -> NDArray[np.int32]:
-        """Tokens stored [n] of users [n], 0 for one without an entry; changes nothing."""
+    def cached_tokens(
+        self, users: ArrayLike, prefix_hashes: ArrayLike | None = None
+    ) -> NDArray[np.int32]:
+        """Tokens stored [n] of users [n], 0 for one without an entry; changes nothing.
+
+        With `prefix_hashes` [n], 0 also where they were stored under another one.
+        """
         slots = self._entries.find(EntryKind.USER, _whole("users", users).tolist())
-        tokens: NDArray[np.int32] = self._entries.records["length"][slots]
-        return np.where(slots >= 0, tokens, np.int32(0))
+        records = self._entries.records
+        there = slots >= 0
+        if prefix_hashes is not None:
+            there &= records["prefix"][slots] == _whole("prefix_hashes", prefix_hashes, np.uint64)
+        return np.where(there, records["length"][slots], np.int32(0))
 
     def split(self, users: ArrayLike, history_lengths: ArrayLike) -> list[NDArray[np.int64]]:
         """Cut requests [n] into consecutive batches that `begin` can take one after the other.

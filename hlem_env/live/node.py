@@ -3,7 +3,7 @@
 
 One batch goes through
 
-    histories   which items each request's history holds
+    items       which items each request's history and candidates are
     kv.begin    whose K and V can be reused, whose are to be kept: pages, pins
     rows        table rows of the new tokens and the candidates, from the embedding cache
     model       HSTU over new tokens and candidates, against the cached pages
@@ -29,16 +29,17 @@ from hlem_env.eviction.policies import make_policy
 from hlem_env.live.attention import PagedKv
 from hlem_env.live.cache_state import COUNTERS, MISSED
 from hlem_env.live.config import LiveConfig
+from hlem_env.live.drawn_items import DrawnItems
 from hlem_env.live.embedding_cache import EmbeddingCache
-from hlem_env.live.histories import Histories, Window
+from hlem_env.live.histories import Window
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.hstu import Hstu, HstuBatch, HstuConfig
 from hlem_env.live.hstu_graphs import HstuGraphs
+from hlem_env.live.item_source import ItemSource
 from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
 from hlem_env.live.partition import Move, Partition
 from hlem_env.live.pool import Pool
 from hlem_env.live.refill import Refill, TokenBucket
-from hlem_env.live.token_rows import token_rows
 from hlem_env.workload.requests import Requests
 
 Ints = NDArray[np.int64]
@@ -113,12 +114,17 @@ class LiveNode:
             self._graphs.prepare()
             self._rehearse()
 
-    def reset(self, persistent_users: int) -> None:
-        """Empty both caches. User ids below `persistent_users` may come back."""
+    def reset(self, persistent_users: int, items: ItemSource | None = None) -> None:
+        """Empty both caches.
+
+        Args:
+            persistent_users: ids below it may come back, where items are drawn.
+            items: where items come from; by default they are drawn.
+        """
         config = self.config
         half_life_s = mdp.KV_HALF_LIFE_EPOCHS * config.epoch_seconds
-        self._histories = Histories(
-            persistent_users, config.rows_per_table, config.zipf, config.seed
+        self._items: ItemSource = items or DrawnItems(
+            persistent_users, self.tables, config.zipf, config.seed, config.candidates
         )
         self.pool.reset()
         self.embedding = EmbeddingCache(
@@ -140,7 +146,7 @@ class LiveNode:
         )  # fmt: skip
         self.last_p99_ms = 0.0
         """Of the last epoch; refill and prefetch pause while it is near the SLO."""
-        self._served = self._missed = 0
+        self._missed = 0
         self._told = AheadBytes(0, 0)
         self._told_evictions = 0
 
@@ -168,9 +174,9 @@ class LiveNode:
         As many as the token budget allows, what is cached left out, no user twice, and no more pages
         than there are.
         """
-        some = waiting[: self.config.token_budget // self.config.candidates + 1]
+        some = waiting[: self.config.token_budget // self._items.fewest_candidates + 1]
         lengths = some.history_length.astype(np.int64)
-        tokens = np.cumsum(lengths - self._reusable(some)[1] + self.config.candidates)
+        tokens = np.cumsum(lengths - self._reusable(some)[1] + self._items.candidates(some))
         most = max(int(np.searchsorted(tokens, self.config.token_budget, side="right")), 1)
         return int(self.kv.split(some.user[:most], lengths[:most])[0].size)
 
@@ -189,15 +195,15 @@ class LiveNode:
         start_s = time.perf_counter()
         lengths = requests.history_length.astype(np.int64)
         new_items = requests.new_items.astype(np.int64)
-        window = self._histories.window(requests.user, lengths, new_items)
+        window, candidates = self._items.window(requests), self._items.candidates(requests)
         batch = self.kv.begin(requests.user, lengths, new_items, window.edits, requests.arrival_s)
         cached = batch.cached.astype(np.int64)
         try:
-            keys = self._keys(requests.user, window, cached, lengths, self._served)
+            keys = self._items.keys(requests, window, cached)
             rows = self.embedding.lookup(keys, now_s)
             self._counters.copy_(self.embedding.state.counters, non_blocking=True)
             looked_up = self.refill.mark()
-            scores = self._scores(rows, batch, lengths)
+            scores = self._scores(rows, batch, lengths - cached, candidates)
             self._prefetch(waiting, len(requests), looked_up)
             self._finish(now_s - start_s)
         except BaseException:
@@ -205,14 +211,13 @@ class LiveNode:
             raise
         # Only now do the visits count: a batch that was interrupted can be run again.
         self.kv.commit(batch)
-        self._histories.visit(requests.user, lengths, new_items)
+        self._items.served(requests)
         self.partition.settle()
-        self._served += len(requests)
         missed, self._missed = self._missed, int(self._counters[MISSED])
         return Executed(
             scores=scores,
             reused=cached,
-            computed=lengths - cached + self.config.candidates,
+            computed=lengths - cached + candidates,
             pages=self._kv_pages(lengths),
             rows_hit=keys.numel() - (self._missed - missed),
             device_s=time.perf_counter() - start_s,
@@ -295,24 +300,9 @@ class LiveNode:
         finally:
             torch.set_num_threads(before)
 
-    def _keys(
-        self, users: Ints, window: Window, cached: Ints, lengths: Ints, served: int
-    ) -> Tensor:
-        """Rows int64 [N * tables] of all new tokens, each request's new history before its candidates.
-
-        Candidates are the node's own draws: those of the `served`-th request and on.
-        """
-        new = lengths - cached
-        ends = np.cumsum(new + self.config.candidates)
-        start = ends - new - self.config.candidates
-        serial = served + np.arange(len(users))
-        spans = torch.from_numpy(np.stack([users, window.first + cached, new, start, serial]))
-        return token_rows(spans.to(self.device), int(ends[-1]), self._histories, self.tables)
-
-    def _scores(self, rows: Tensor, kv: KvBatch, lengths: Ints) -> Tensor:
+    def _scores(self, rows: Tensor, kv: KvBatch, new: Ints, candidates: Ints) -> Tensor:
         """Scores [sum of candidates] from the rows [N * tables, dim] of all tokens."""
         config, cached = self.config, kv.cached.astype(np.int64)
-        new, candidates = lengths - cached, np.full(len(lengths), config.candidates)
         rows = rows.view(-1, config.tables, config.dim)
         widest = int((kv.page_table >= 0).sum(axis=1).max(initial=0))
         pages = kv.page_table[:, :widest]
@@ -345,9 +335,7 @@ class LiveNode:
         if int((lengths - cached).sum()) < PREFETCH_TOKENS:
             return
         with self.refill.aside(after):
-            self.refill.prefetch(
-                self._keys(some.user, window, cached, lengths, self._served + ahead)
-            )
+            self.refill.prefetch(self._items.keys(some, window, cached, ahead))
 
     def _reusable(self, requests: Requests) -> tuple[Window, Ints]:
         """Windows of requests that wait, and the tokens [n] whose K and V would be reused now.
@@ -355,10 +343,9 @@ class LiveNode:
         Nothing changes. Of a user that stands there twice, both see what is cached now.
         """
         lengths = requests.history_length.astype(np.int64)
-        window = self._histories.window(requests.user, lengths, requests.new_items.astype(np.int64))
-        cached = self.kv.cached_tokens(requests.user).astype(np.int64)
-        same = window.edits == self._histories.edits(requests.user)
-        return window, np.where(same, np.minimum(cached, lengths), 0)
+        window = self._items.window(requests)
+        cached = self.kv.cached_tokens(requests.user, window.edits).astype(np.int64)
+        return window, np.minimum(cached, lengths)
 
     def _finish(self, clock_offset_s: float) -> None:
         """Wait until the batch has completed on the device; meanwhile rows are moved ahead.

@@ -8,15 +8,14 @@ epochs; behind the serving bridge it never stops. Everything happens in the call
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hlem_env import mdp
 from hlem_env.errors import BackendError, require
 from hlem_env.live.hot_users import HotUsers
-from hlem_env.live.node import Executed, LiveNode
+from hlem_env.live.measured import Measured
+from hlem_env.live.node import LiveNode
 from hlem_env.telemetry import EpochStats
 from hlem_env.workload.requests import Requests, Workload
 
@@ -74,30 +73,6 @@ class Clock:
         self._source.sleep(max(wake_s - self.now(), 0.0))
 
 
-@dataclass
-class Completed:
-    """Requests that completed and are not yet in an epoch's stats, in order of completion."""
-
-    done_s: list[float] = field(default_factory=list)
-    arrival_s: list[float] = field(default_factory=list)
-    service_ms: list[float] = field(default_factory=list)
-    is_hot: list[bool] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
-    reused: list[int] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
-    rows_hit: list[float] = field(default_factory=list)
-
-    def take_until(self, end_s: float) -> tuple[NDArray[np.float64], ...]:
-        """Remove and return, as arrays in the fields' order, those that completed until `end_s`."""
-        n = int(np.searchsorted(np.array(self.done_s), end_s, side="right"))
-        columns = []
-        for name in self.__dataclass_fields__:
-            values = getattr(self, name)
-            columns.append(np.array(values[:n], np.float64))
-            del values[:n]
-        return tuple(columns)
-
-
 class LiveBackend:
     """A live node behind the Backend protocol.
 
@@ -117,7 +92,7 @@ class LiveBackend:
         self._time = time_source or WallTime()
         self.warmup_s = node.config.warmup_epochs * node.config.epoch_seconds
         window_s = mdp.HOT_WINDOW_EPOCHS * node.config.epoch_seconds
-        self._hot = HotUsers(workload.persistent_users, window_s)
+        self._measured = Measured(node, HotUsers(workload.persistent_users, window_s))
         self._clock: Clock | None = None
         self._closed = False
 
@@ -126,13 +101,11 @@ class LiveBackend:
         if self._closed:
             raise BackendError("the live node is closed: make a new one")
         self.node.reset(self.workload.persistent_users)
-        self._hot.reset()
+        self._measured.reset()
         self.workload.reset(np.random.default_rng(seed), -self.warmup_s)
         self._clock = Clock(-self.warmup_s, self._time)
         self._end_s = -self.warmup_s
-        self._busy: list[tuple[float, float]] = []
         self._waiting = Requests.empty()
-        self._completed = Completed()
 
     def run(self, alpha_centi: int, seconds: float) -> EpochStats:
         """Serve for `seconds` with the embedding share at `alpha_centi` hundredths, 0 to 100."""
@@ -149,7 +122,10 @@ class LiveBackend:
             self._serve_until(self._end_s, clock)
         finally:
             clock.stop()
-        stats = self._stats(begin_s, self._end_s, alpha_centi)
+        oldest_s = self._waiting.arrival_s[:1].tolist()
+        stats = self._measured.take(
+            begin_s, self._end_s, alpha_centi, len(self._waiting), *oldest_s
+        )
         self.node.last_p99_ms = stats.p99_ms
         return stats
 
@@ -171,61 +147,6 @@ class LiveBackend:
             batch, rest = self._waiting[:count], self._waiting[count:]
             executed = self.node.execute(batch, rest[: arrived - count], now_s)
             self._waiting = rest  # only now: what an interrupt stops is still waiting
-            self._record(batch, executed, now_s, clock.now())
-
-    def _record(self, batch: Requests, executed: Executed, start_s: float, done_s: float) -> None:
-        self._busy.append((start_s, done_s))
-        done = self._completed
-        share = executed.computed / executed.computed.sum()
-        for i, (user, arrival_s) in enumerate(
-            zip(batch.user.tolist(), batch.arrival_s.tolist(), strict=True)
-        ):
-            done.done_s.append(done_s)
-            done.arrival_s.append(arrival_s)
-            done.is_hot.append(self._hot.visit(user, arrival_s, int(executed.pages[i])))
-        done.service_ms += (1000.0 * executed.device_s * share).tolist()
-        done.history += batch.history_length.tolist()
-        done.reused += executed.reused.tolist()
-        done.computed += executed.computed.tolist()
-        done.rows_hit += (executed.rows_hit * share).tolist()
-
-    def _busy_s(self, begin_s: float, end_s: float) -> float:
-        """Seconds of [begin, end] in which a batch ran; forgets what lies before the end."""
-        total = sum(max(0.0, min(b, end_s) - max(a, begin_s)) for a, b in self._busy)
-        self._busy = [(a, b) for a, b in self._busy if b > end_s]
-        return total
-
-    def _stats(self, begin_s: float, end_s: float, alpha_centi: int) -> EpochStats:
-        done_s, arrival_s, service_ms, is_hot, history, reused, computed, rows_hit = (
-            self._completed.take_until(end_s)
-        )
-        late = self._completed.arrival_s  # ran beyond the end, not yet completed at it
-        oldest_s = min([end_s, *late, *self._waiting.arrival_s[:1].tolist()])
-        node = self.node
-        pool, ahead = node.pool.stats(), node.take_ahead_bytes()
-        return EpochStats(
-            duration_s=end_s - begin_s,
-            latency_ms=1000.0 * (done_s - arrival_s),
-            service_ms=service_ms,
-            arrival_s=arrival_s,
-            is_hot=is_hot.astype(np.bool_),
-            history_tokens=int(history.sum()),
-            reused_tokens=int(reused.sum()),
-            rows_looked_up=int(computed.sum()) * node.config.tables,
-            rows_hit=float(rows_hit.sum()),
-            computed_tokens=int(computed.sum()),
-            refill_bytes=float(ahead.refill),
-            prefetch_bytes=float(ahead.prefetch),
-            evictions=node.take_kv_evictions(),
-            alpha_target=alpha_centi / 100,
-            alpha_resident=node.embedding.resident_rows / node.rows_in_pool,
-            embedding_pages=pool.embedding,
-            kv_pages=pool.kv,
-            free_pages=pool.free,
-            pending_pages=pool.pending,
-            pool_bytes=node.pool.pages * node.pool.page_bytes,
-            working_set_bytes=float(self._hot.pages(end_s) * node.pool.page_bytes),
-            backlog=len(self._waiting) + len(late),
-            backlog_age_s=end_s - oldest_s,
-            utilisation=self._busy_s(begin_s, end_s) / (end_s - begin_s),
-        )
+            done_s = clock.now()
+            self._measured.ran(now_s, done_s)
+            self._measured.completed(batch, executed, done_s)
