@@ -1,0 +1,106 @@
+"""From a protocol server to the scorer and back: how many requests are in, how each one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from serving_bridge.scoring import Limits, Overloaded, Scored, Scorer, ScoreRequest, ScoringError
+from serving_bridge.server.metrics import Metrics
+from serving_bridge.server.refusals import FAILED, ClientGone, refusal
+
+logger = logging.getLogger("hlem.server")
+
+
+class Dispatch:
+    """What REST and gRPC hand their requests to. It lives in one event loop.
+
+    Args:
+        scorer: does the work.
+        metrics: counts it.
+    """
+
+    def __init__(self, scorer: Scorer, metrics: Metrics) -> None:
+        self.scorer, self.metrics = scorer, metrics
+        self.draining = False
+        self._in_flight = 0
+
+    @property
+    def limits(self) -> Limits:
+        """Of the node."""
+        return self.scorer.limits
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return not self.draining and self.scorer.ready
+
+    @contextmanager
+    def admitted(self, protocol: str) -> Iterator[None]:
+        """Room for one request from its first byte to its answer; times it and counts how it ended.
+
+        Twice as many as the scorer's queue are let in, so that bodies which are still being read bound
+        memory, and the queue decides who is turned away.
+
+        Raises:
+            Overloaded: there is no room.
+        """
+        start = time.perf_counter()
+        outcome = "failed"
+        self._in_flight += 1
+        self.metrics.in_flight.set(self._in_flight)
+        try:
+            if self._in_flight > 2 * self.limits.queue:
+                raise Overloaded("the node has too many requests", 1.0)
+            yield
+            outcome = "served"
+        except ScoringError as error:
+            outcome = refusal(error).outcome
+            raise
+        except (asyncio.CancelledError, ClientGone):
+            outcome = "cancelled"
+            raise
+        finally:
+            self._in_flight -= 1
+            self.metrics.in_flight.set(self._in_flight)
+            self.metrics.requests.labels(protocol, outcome).inc()
+            if outcome == "served":
+                self.metrics.latency.labels(protocol).observe(time.perf_counter() - start)
+
+    def submit(self, request: ScoreRequest) -> asyncio.Future[Scored]:
+        """Hand a request to the scorer; cancelling what comes back takes it out of the queue.
+
+        Raises:
+            InvalidRequest: outside the limits.
+            Overloaded: the queue is full.
+            NotServed: the scorer failed.
+        """
+        try:
+            future: Future[Scored] = self.scorer.submit(request)
+        except ScoringError:
+            raise
+        except Exception as error:
+            logger.exception("the scorer failed to take a request")
+            raise FAILED from error
+        return asyncio.wrap_future(future)
+
+
+def result(future: asyncio.Future[Scored]) -> Scored:
+    """What a future that is done holds.
+
+    Raises:
+        ScoringError: the request was not served, for whatever reason.
+    """
+    if future.cancelled():
+        raise FAILED
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, ScoringError):
+        raise error
+    logger.error("the scorer failed", exc_info=error)
+    raise FAILED from error
