@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from typing import Any, Final, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -18,13 +18,49 @@ _FULL: Final = (
 )
 
 
+class _OneWrite:
+    """A transport whose writes of one turn of the loop go out together.
+
+    An answer's head and body, which uvicorn writes apart, then cost one call into the kernel and wake the
+    client once.
+
+    Args:
+        transport: what is written to; everything but writing and closing goes straight to it.
+        loop: whose turns count.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._waiting: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Keep the data until the end of the turn."""
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(data)
+
+    def close(self) -> None:
+        """Write what is kept, and close once it is sent."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        if data and not self._transport.is_closing():
+            self._transport.write(data)
+
+
 class LimitedConnection(H11Protocol):
     """One connection of uvicorn's."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Close it at once if there are too many, later if nothing comes."""
         full = len(self.connections) >= CONNECTIONS
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, _OneWrite(transport, self.loop)))
         if full:
             transport.write(_FULL)
             transport.close()

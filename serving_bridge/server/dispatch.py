@@ -86,7 +86,16 @@ class Dispatch:
         except Exception as error:
             logger.exception("the scorer failed to take a request")
             raise FAILED from error
+        return _here(future)
+
+
+def _here(future: Future[Scored]) -> asyncio.Future[Scored]:
+    """The future in this loop; one that is done needs no call from another thread to wake the loop."""
+    if not future.done() or future.cancelled() or future.exception() is not None:
         return asyncio.wrap_future(future)
+    done = asyncio.get_running_loop().create_future()
+    done.set_result(future.result())
+    return done
 
 
 def result(future: asyncio.Future[Scored]) -> Scored:

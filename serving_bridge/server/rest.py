@@ -63,10 +63,11 @@ def build_app(
     )
     admin = control is not None and admin_token is not None
     document = orjson.dumps(openapi_document(dispatch.limits, admin))
-    for path, endpoint in _inference_routes(dispatch).items():
-        _get(app, path, endpoint)
+    # Routes are tried in order: the one that matters is the first.
     for path in (f"/v2/models/{MODEL}/infer", f"/v2/models/{MODEL}/versions/{VERSION}/infer"):
         _add(app, path, "POST", _infer(dispatch))
+    for path, endpoint in _inference_routes(dispatch).items():
+        _get(app, path, endpoint)
     _get(app, "/metrics", _metrics(dispatch))
     _get(app, "/status", _status(status))
     _get(app, "/openapi.json", _fixed(document))
@@ -145,6 +146,8 @@ def _infer(dispatch: Dispatch) -> Endpoint:
 async def _score(dispatch: Dispatch, request: Request, asked: ScoreRequest) -> Scored:
     """Wait for the scores, or for the client to go away, which takes the request back."""
     future = dispatch.submit(asked)
+    if future.done():
+        return result(future)
     gone = asyncio.ensure_future(_until_gone(request))
     try:
         await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -137,7 +137,11 @@ class FakeNode:
     def __init__(self, limits: Limits = LIMITS, drain_s: float = 5.0) -> None:
         self.scorer, self.status, self.control = FakeScorer(limits), FakeStatus(), FakeControl()
         self.server = NodeServer(
-            self.scorer, Listen(port=0, grpc_port=0, drain_s=drain_s), self.status, self.control, TOKEN
+            self.scorer,
+            Listen(port=0, grpc_port=0, drain_s=drain_s),
+            self.status,
+            self.control,
+            TOKEN,
         )
 
     @property
