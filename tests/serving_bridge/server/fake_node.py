@@ -38,6 +38,9 @@ class FakeScorer:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
+        self.reset()
+
+    def reset(self) -> None:
         self.histories: dict[str, list[int]] = {}
         self.asked: list[ScoreRequest] = []
         self.held: list[Future[Scored]] = []
@@ -143,6 +146,11 @@ class FakeNode:
             self.control,
             TOKEN,
         )
+
+    def reset(self) -> None:
+        self.scorer.reset()
+        self.status.records.clear()
+        self.control.__init__()  # type: ignore[misc]
 
     @property
     def url(self) -> str:
