@@ -24,6 +24,9 @@ TOKEN_VARIABLE: Final = "HLEM_ADMIN_TOKEN"
 SHORTEST_TOKEN: Final = 16
 BODY_BYTES: Final = 65_536
 
+Act = Callable[[Request, dict[str, Any]], Awaitable[Any]]
+"""Does what a request with this document asks for, and gives what its answer says."""
+
 logger = logging.getLogger("hlem.server")
 
 
@@ -78,7 +81,7 @@ def admin_routes(control: Control, token: str) -> APIRouter:
     """The routes under /admin, each for bearers of the token only."""
     router = APIRouter(prefix="/admin")
 
-    async def answer(request: Request, act: Callable[[dict[str, Any]], Awaitable[Any]]) -> Response:
+    async def answer(request: Request, act: Act) -> Response:
         """Check the token before anything of the body is read, then act on the body."""
         if not _authorised(request, token):
             return JSONResponse(
@@ -86,7 +89,7 @@ def admin_routes(control: Control, token: str) -> APIRouter:
             )
         body = b"{}" if request.method == "GET" else await read_body(request, BODY_BYTES, (JSON,))
         try:
-            return JSONResponse(await act(_document(body)))
+            return JSONResponse(await act(request, _document(body)))
         except ArtefactError as error:
             logger.warning("policy not taken: %s", error)
             return JSONResponse(
@@ -97,40 +100,37 @@ def admin_routes(control: Control, token: str) -> APIRouter:
                 raise
             raise InvalidRequest("the value is not one that this node takes") from error
 
-    async def show_mode(_: dict[str, Any]) -> Any:
+    async def mode(request: Request, document: dict[str, Any]) -> Any:
+        if request.method == "PUT":
+            wanted = _field(document, "mode")
+            if wanted not in MODES:
+                raise InvalidRequest(f"mode must be one of {', '.join(MODES)}")
+            await asyncio.to_thread(control.set_mode, wanted)
         return {"mode": control.mode}
 
-    async def set_mode(document: dict[str, Any]) -> Any:
-        mode = _field(document, "mode")
-        if mode not in MODES:
-            raise InvalidRequest(f"mode must be one of {', '.join(MODES)}")
-        await asyncio.to_thread(control.set_mode, mode)
-        return {"mode": control.mode}
-
-    async def hold(document: dict[str, Any]) -> Any:
+    async def hold(_: Request, document: dict[str, Any]) -> Any:
         alpha = _field(document, "alpha_centi")
         if alpha is not None and (type(alpha) is not int or not 0 <= alpha <= 100):
             raise InvalidRequest("alpha_centi must be a whole number from 0 to 100, or null")
         await asyncio.to_thread(control.hold, alpha)
         return {"alpha_centi": alpha}
 
-    async def swap(document: dict[str, Any]) -> Any:
+    async def swap(_: Request, document: dict[str, Any]) -> Any:
         folder = _field(document, "folder")
         if not isinstance(folder, str) or not folder or "\0" in folder:
             raise InvalidRequest("folder must be a path on the node")
         await asyncio.to_thread(control.swap_policy, Path(folder))
         return {"swapped": True}
 
-    def add(path: str, method: str, act: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
+    def add(path: str, methods: list[str], act: Act) -> None:
         async def endpoint(request: Request) -> Response:
             return await answer(request, act)
 
-        router.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+        router.add_api_route(path, endpoint, methods=methods, include_in_schema=False)
 
-    add("/mode", "GET", show_mode)
-    add("/mode", "PUT", set_mode)
-    add("/hold", "PUT", hold)
-    add("/policy", "PUT", swap)
+    add("/mode", ["GET", "PUT"], mode)
+    add("/hold", ["PUT"], hold)
+    add("/policy", ["PUT"], swap)
     return router
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 from serving_bridge.scoring import Limits, Overloaded, Scored, Scorer, ScoreRequest, ScoringError
 from serving_bridge.server.metrics import Metrics
@@ -28,6 +29,7 @@ class Dispatch:
         self.scorer, self.metrics = scorer, metrics
         self.draining = False
         self._in_flight = 0
+        self._ended: asyncio.Future[None] | None = None
 
     @property
     def limits(self) -> Limits:
@@ -71,22 +73,54 @@ class Dispatch:
             if outcome == "served":
                 self.metrics.latency.labels(protocol).observe(time.perf_counter() - start)
 
-    def submit(self, request: ScoreRequest) -> asyncio.Future[Scored]:
-        """Hand a request to the scorer; cancelling what comes back takes it out of the queue.
+    async def score(
+        self, request: ScoreRequest, gone: Callable[[], Coroutine[Any, Any, None]] | None = None
+    ) -> Scored:
+        """Hand a request to the scorer and wait. Whatever ends the wait takes it out of the queue.
+
+        Args:
+            request: within the limits.
+            gone: a coroutine of it returns when the client has gone away.
 
         Raises:
-            InvalidRequest: outside the limits.
-            Overloaded: the queue is full.
-            NotServed: the scorer failed.
+            ScoringError: it was not served, for whatever reason.
+            ClientGone: `gone` returned first.
         """
+        future = self._submit(request)
+        if future.done():
+            return _result(future)
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        watch = None if gone is None else asyncio.ensure_future(gone())
         try:
-            future: Future[Scored] = self.scorer.submit(request)
+            ends: list[asyncio.Future[Any]] = [future, self._ended]
+            await asyncio.wait(
+                ends if watch is None else [*ends, watch], return_when=asyncio.FIRST_COMPLETED
+            )
+            if future.done():
+                return _result(future)
+            if watch is not None and watch.done():
+                raise ClientGone
+            raise Overloaded("the node stopped before the request's turn", 1.0)
+        finally:
+            future.cancel()
+            if watch is not None:
+                watch.cancel()
+
+    def end(self) -> None:
+        """Wait for nothing any more: who still waits is told to ask again."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _submit(self, request: ScoreRequest) -> asyncio.Future[Scored]:
+        """The scorer's future in this loop; cancelling it cancels the scorer's."""
+        try:
+            return _here(self.scorer.submit(request))
         except ScoringError:
             raise
         except Exception as error:
             logger.exception("the scorer failed to take a request")
             raise FAILED from error
-        return _here(future)
 
 
 def _here(future: Future[Scored]) -> asyncio.Future[Scored]:
@@ -98,7 +132,7 @@ def _here(future: Future[Scored]) -> asyncio.Future[Scored]:
     return done
 
 
-def result(future: asyncio.Future[Scored]) -> Scored:
+def _result(future: asyncio.Future[Scored]) -> Scored:
     """What a future that is done holds.
 
     Raises:

@@ -5,7 +5,6 @@ Only the calls that this node serves are registered; gRPC answers any other with
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -17,7 +16,7 @@ from tritonclient.grpc import service_pb2 as messages
 
 from serving_bridge.scoring import InvalidRequest, Limits, ScoringError
 from serving_bridge.server.contract import EXTENSIONS, model_metadata, server_metadata
-from serving_bridge.server.dispatch import Dispatch, result
+from serving_bridge.server.dispatch import Dispatch
 from serving_bridge.server.grpc_codec import check_model, read_message, write_message
 from serving_bridge.server.refusals import FAILED, refusal, retry_after
 
@@ -76,12 +75,7 @@ def _handlers(dispatch: Dispatch) -> Any:
     async def infer(message: Any) -> Any:
         inference = read_message(message, dispatch.limits)
         message.Clear()  # not held while the request waits for its turn
-        future = dispatch.submit(inference.request)
-        try:
-            await asyncio.wait((future,))
-            return write_message(inference, result(future))
-        finally:
-            future.cancel()
+        return write_message(inference, await dispatch.score(inference.request))
 
     calls: dict[str, tuple[Any, Call]] = {
         "ServerLive": (messages.ServerLiveRequest, server_live),

@@ -17,6 +17,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 
 import uvicorn
 
@@ -34,6 +35,8 @@ logger = logging.getLogger("hlem.server")
 
 KEEP_ALIVE_SECONDS = 75
 """After which an idle HTTP connection is closed."""
+GRACE_SECONDS = 2.0
+"""Beyond the time for draining, to tell those who still wait that they will not be served."""
 METRICS_SECONDS = 10.0
 """Between two looks at the epochs that closed, whether somebody scrapes or not."""
 
@@ -113,7 +116,7 @@ class NodeServer:
             self.app, http=LimitedConnection, ws="none", lifespan="off", log_config=None,
             access_log=False, proxy_headers=False, server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(self.listen.drain_s)),
+            timeout_graceful_shutdown=ceil(self.listen.drain_s + GRACE_SECONDS),
         )  # fmt: skip
         self._http = _Http(config)
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
@@ -125,13 +128,14 @@ class NodeServer:
         """Answer what is in flight and close; whether all of it was answered in time."""
         self.dispatch.draining = True
         self._http.should_exit = True
-        done, *_ = await asyncio.gather(
-            asyncio.to_thread(self.scorer.drain, self.listen.drain_s),
-            self._serving,
-            self._stop_grpc(),
-        )
+        done, *_ = await asyncio.gather(self._drain(), self._serving, self._stop_grpc())
         self._watching.cancel()
-        return bool(done)
+        return done
+
+    async def _drain(self) -> bool:
+        done = await asyncio.to_thread(self.scorer.drain, self.listen.drain_s)
+        self.dispatch.end()
+        return done
 
     async def _start_grpc(self) -> None:
         self._grpc = None
@@ -149,7 +153,7 @@ class NodeServer:
 
     async def _stop_grpc(self) -> None:
         if self._grpc is not None:
-            await self._grpc.stop(self.listen.drain_s)
+            await self._grpc.stop(self.listen.drain_s + GRACE_SECONDS)
 
     async def _watch_epochs(self) -> None:
         while True:

@@ -16,6 +16,14 @@ _STRING: Final[Json] = {"type": "string"}
 _BOOL: Final[Json] = {"type": "boolean"}
 _COUNT: Final[Json] = {"type": "integer", "minimum": 0}
 _ITEM: Final[Json] = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
+EXAMPLE: Final[Json] = {
+    "id": "42",
+    "inputs": [
+        {"name": "USER", "datatype": "BYTES", "shape": [1], "data": ["ann"]},
+        {"name": "HISTORY", "datatype": "INT64", "shape": [3], "data": [17, 4, 2300]},
+        {"name": "CANDIDATES", "datatype": "INT64", "shape": [2], "data": [5, 99]},
+    ],
+}
 REFUSED: Final = {
     400: "The request is not one that this node takes.",
     408: "The body did not arrive in time.",
@@ -84,7 +92,7 @@ def _infer() -> Json:
     body = {
         "required": True,
         "description": "May be encoded as gzip or deflate.",
-        "content": {JSON: {"schema": _ref("Request")}},
+        "content": {JSON: {"schema": _ref("Request"), "example": EXAMPLE}},
     }
     return {
         "post": {

@@ -6,10 +6,10 @@ input in the message.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from serving_bridge.scoring import InvalidRequest, Scored, ScoreRequest, ScoringError
+from serving_bridge.scoring import InvalidRequest, ScoringError
 from serving_bridge.server import metrics
 from serving_bridge.server.admin import Control, admin_routes
 from serving_bridge.server.contract import MODEL, VERSION, model_metadata, server_metadata
-from serving_bridge.server.dispatch import Dispatch, result
+from serving_bridge.server.dispatch import Dispatch
 from serving_bridge.server.json_codec import (
     HEADER_LENGTH,
     header_length,
@@ -134,29 +134,13 @@ def _infer(dispatch: Dispatch) -> Endpoint:
             json_bytes = header_length(request.headers.get(HEADER_LENGTH), len(body))
             inference = read_inference(body, json_bytes, limits)
             del body  # not held while the request waits for its turn
-            scored = await _score(dispatch, request, inference.request)
+            scored = await dispatch.score(inference.request, partial(_until_gone, request))
             content, json_bytes = write_inference(inference, scored)
         if json_bytes is None:
             return Response(content, media_type=JSON)
         return Response(content, headers={HEADER_LENGTH: str(json_bytes)}, media_type=RAW)
 
     return infer
-
-
-async def _score(dispatch: Dispatch, request: Request, asked: ScoreRequest) -> Scored:
-    """Wait for the scores, or for the client to go away, which takes the request back."""
-    future = dispatch.submit(asked)
-    if future.done():
-        return result(future)
-    gone = asyncio.ensure_future(_until_gone(request))
-    try:
-        await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not future.done():
-            raise ClientGone
-        return result(future)
-    finally:
-        gone.cancel()
-        future.cancel()
 
 
 async def _until_gone(request: Request) -> None:
