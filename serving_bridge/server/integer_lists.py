@@ -59,6 +59,11 @@ def load_json(text: bytes) -> Loaded:
     return Loaded(orjson.loads(rest[:length].data), arrays)
 
 
+def compile_scan() -> None:
+    """Have the scan compiled, or read from numba's cache, before the first request comes."""
+    load_json(b"[" + b"1," * SHORTEST + b"1]")
+
+
 @numba.njit(cache=True, nogil=True)
 def _integers(
     text: NDArray[np.uint8], at: int, values: NDArray[np.int64], filled: int

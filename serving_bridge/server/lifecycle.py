@@ -27,6 +27,7 @@ from serving_bridge.server.admin import Control
 from serving_bridge.server.connections import LimitedConnection
 from serving_bridge.server.dispatch import Dispatch
 from serving_bridge.server.grpc_server import build_server
+from serving_bridge.server.integer_lists import compile_scan
 from serving_bridge.server.metrics import Metrics
 from serving_bridge.server.rest import build_app
 from serving_bridge.status import StatusSource
@@ -37,6 +38,8 @@ KEEP_ALIVE_SECONDS = 75
 """After which an idle HTTP connection is closed."""
 GRACE_SECONDS = 2.0
 """Beyond the time for draining, to tell those who still wait that they will not be served."""
+FAILURE_SECONDS = 0.5
+"""Between two looks at whether the node has failed."""
 METRICS_SECONDS = 10.0
 """Between two looks at the epochs that closed, whether somebody scrapes or not."""
 
@@ -105,6 +108,7 @@ class NodeServer:
         Raises:
             ArgumentError: a port is taken or the host is none of this machine's.
         """
+        await asyncio.to_thread(compile_scan)
         self._socket = _bound(self.listen.host, self.listen.port)
         self.port = self._socket.getsockname()[1]
         try:
@@ -161,15 +165,21 @@ class NodeServer:
             self.metrics.update()
 
 
-async def serve_until_signal(server: NodeServer, started: Callable[[NodeServer], None]) -> int:
-    """Serve until the process is told to stop.
+async def serve_until_signal(
+    server: NodeServer,
+    started: Callable[[NodeServer], None],
+    failure: Callable[[], str] = lambda: "",
+) -> int:
+    """Serve until the process is told to stop, or the node has failed.
 
     Args:
         server: not started.
         started: called once it listens.
+        failure: why the node can serve no more; empty while it can.
 
-    Returns:
-        Exit code: 0, or 1 if a request in flight was not answered in time.
+    Returns
+    -------
+    Exit code: 0, or 1 if a request in flight was not answered in time or the node has failed.
     """
     stop = asyncio.Event()
 
@@ -184,9 +194,11 @@ async def serve_until_signal(server: NodeServer, started: Callable[[NodeServer],
         loop.add_signal_handler(number, on_signal, number)
     await server.start()
     started(server)
-    await stop.wait()
+    while not stop.is_set() and not failure():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), FAILURE_SECONDS)
     logger.info("draining")
-    return 0 if await server.stop() else 1
+    return 0 if await server.stop() and not failure() else 1
 
 
 def _bound(host: str, port: int) -> socket.socket:
