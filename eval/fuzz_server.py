@@ -43,6 +43,8 @@ from serving_bridge.scoring import Limits
 LIMITS = Limits(history_tokens=2_000, candidates=200, body_bytes=2**17)
 PLANTED = "xq7planted"
 """Stands for the user's data in every request; no error may repeat it."""
+PARTS = 10
+"""After each of which the server's memory is looked at: a leak grows from part to part."""
 LONGEST_ERROR = 400
 PATIENCE_S = 0.25
 """After which a request without an answer is ended."""
@@ -83,7 +85,8 @@ class Args:
     """file for the counts"""
 
     def __post_init__(self) -> None:
-        require(self.requests >= 4, "requests", self.requests, "4 or more")
+        good = self.requests >= 4 * PARTS and self.requests % PARTS == 0
+        require(good, "requests", self.requests, f"a multiple of {PARTS}, {4 * PARTS} or more")
 
 
 @dataclass
@@ -95,24 +98,33 @@ class Outcome:
     grpc: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: list[str] = field(default_factory=list)
 
+    def add(self, other: Outcome) -> None:
+        """Count what another part brought."""
+        self.rest += other.rest
+        self.grpc += other.grpc
+        self.faults += other.faults
+
 
 def main(args: Args) -> int:
     """Run, print and write the counts; 1 if there was a fault."""
+    outcome = Outcome()
     with server_process(LIMITS) as server:
-        fuzz(server, min(args.requests, 500), args.seed + 1)  # what is made once is made
-        before = resident_kib(server.pid)
-        outcome = fuzz(server, args.requests, args.seed)
-        after = resident_kib(server.pid)
+        fuzz(server, min(args.requests, 500), args.seed + PARTS)  # what is made once is made
+        resident = [resident_kib(server.pid)]
+        for part in range(PARTS):
+            outcome.add(fuzz(server, args.requests // PARTS, args.seed + part))
+            resident.append(resident_kib(server.pid))
     print(f"REST: {dict(sorted(outcome.rest.items()))}")
     print(f"gRPC: {dict(sorted(outcome.grpc.items()))}")
-    print(f"resident memory {before / 1024:.1f} MiB before, {after / 1024:.1f} MiB after")
+    shown = ", ".join(f"{kib / 1024:.1f}" for kib in resident)
+    print(f"resident memory, MiB, before and after each of {PARTS} parts: {shown}")
     for fault in outcome.faults[:20]:
         print(f"fault: {fault}")
     if args.json is not None:
         counts = {
             "requests": args.requests, "rest": dict(sorted(outcome.rest.items())),
             "grpc": dict(sorted(outcome.grpc.items())), "faults": outcome.faults,
-            "resident_kib_before": before, "resident_kib_after": after,
+            "resident_kib": resident,
         }  # fmt: skip
         write_result(args.json, command("eval.fuzz_server"), counts)
     return 1 if outcome.faults else 0
