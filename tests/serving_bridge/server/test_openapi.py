@@ -10,7 +10,7 @@ from tests.serving_bridge.server.fake_node import LIMITS, TOKEN, FakeNode
 from tests.serving_bridge.server.wire import send
 
 
-def test_schemathesis_finds_nothing(node: FakeNode) -> None:
+def test_schemathesis_finds_nothing(node: FakeNode, tmp_path: Path) -> None:
     """All its checks but one: a body may fit the schema and be refused, for a shape that differs from the
     number of elements is nothing that a schema can say."""
     program = Path(sys.executable).parent / "schemathesis"
@@ -20,7 +20,7 @@ def test_schemathesis_finds_nothing(node: FakeNode) -> None:
         "--generation-deterministic", "--continue-on-failure", "--no-color", "-H",
         f"Authorization: Bearer {TOKEN}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "Tested: 15" in done.stdout
     # Beside the refusals there were requests that were served.
