@@ -1,6 +1,6 @@
 """A node's servers from start to end: both listen, a signal drains them, and the process ends with 0.
 
-    SIGTERM or SIGINT   not ready; no new connection; what is in flight is answered; then 0
+    SIGTERM or SIGINT   not ready; what is new is refused; what is in flight is answered; then 0
     the same again      the process ends at once
 
 uvicorn's own handler would raise the signal again after it has stopped, and with it skip everything
@@ -17,7 +17,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import ceil
 
 import uvicorn
 
@@ -36,8 +35,8 @@ logger = logging.getLogger("hlem.server")
 
 KEEP_ALIVE_SECONDS = 75
 """After which an idle HTTP connection is closed."""
-GRACE_SECONDS = 2.0
-"""Beyond the time for draining, to tell those who still wait that they will not be served."""
+GRACE_SECONDS = 2
+"""After draining, for answers that are on their way."""
 FAILURE_SECONDS = 0.5
 """Between two looks at whether the node has failed."""
 METRICS_SECONDS = 10.0
@@ -120,7 +119,7 @@ class NodeServer:
             self.app, http=LimitedConnection, ws="none", lifespan="off", log_config=None,
             access_log=False, proxy_headers=False, server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=ceil(self.listen.drain_s + GRACE_SECONDS),
+            timeout_graceful_shutdown=GRACE_SECONDS,
         )  # fmt: skip
         self._http = _Http(config)
         self._serving = asyncio.create_task(self._http.serve([self._socket]))
@@ -131,14 +130,12 @@ class NodeServer:
     async def stop(self) -> bool:
         """Answer what is in flight and close; whether all of it was answered in time."""
         self.dispatch.draining = True
-        self._http.should_exit = True
-        done, *_ = await asyncio.gather(self._drain(), self._serving, self._stop_grpc())
-        self._watching.cancel()
-        return done
-
-    async def _drain(self) -> bool:
+        # Both go on listening meanwhile, so that who comes late is told when to come back, and not cut off.
         done = await asyncio.to_thread(self.scorer.drain, self.listen.drain_s)
         self.dispatch.end()
+        self._http.should_exit = True
+        await asyncio.gather(self._serving, self._stop_grpc())
+        self._watching.cancel()
         return done
 
     async def _start_grpc(self) -> None:
@@ -157,7 +154,7 @@ class NodeServer:
 
     async def _stop_grpc(self) -> None:
         if self._grpc is not None:
-            await self._grpc.stop(self.listen.drain_s + GRACE_SECONDS)
+            await self._grpc.stop(GRACE_SECONDS)
 
     async def _watch_epochs(self) -> None:
         while True:

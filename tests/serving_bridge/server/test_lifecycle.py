@@ -74,6 +74,10 @@ def test_what_is_in_flight_is_answered() -> None:
         waiting = [pool.submit(process.ask, "slow"), pool.submit(process.ask_grpc, "slow")]
         assert [process.line(), process.line()] == ["held", "held"]
         process.popen.send_signal(signal.SIGTERM)
+        # Who comes while it drains is told so.
+        while (status := process.ask("late")) == 200:
+            pass
+        assert status == 503
         assert waiting[0].result(30) == 200
         assert len(waiting[1].result(30).outputs) == 3
         assert process.popen.wait(30) == 0
