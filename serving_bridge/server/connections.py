@@ -57,6 +57,8 @@ class _OneWrite:
 class LimitedConnection(H11Protocol):
     """One connection of uvicorn's."""
 
+    _silence: asyncio.TimerHandle | None = None
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Close it at once if there are too many, later if nothing comes."""
         full = len(self.connections) >= CONNECTIONS
@@ -65,7 +67,13 @@ class LimitedConnection(H11Protocol):
             transport.write(_FULL)
             transport.close()
         else:
-            self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_if_silent)
+            self._silence = self.loop.call_later(FIRST_REQUEST_SECONDS, self._close_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Let go of the timer, which would hold the connection's memory until it is due."""
+        if self._silence is not None:
+            self._silence.cancel()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Ignore what comes after the connection was refused."""
