@@ -65,5 +65,5 @@ $(STAMP): pyproject.toml constraints.txt $(if $(USABLE),,FORCE)
 	@rm -rf $(VENV)
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
-	  -c constraints.txt -e '.[baselines,cpu,dev]'
+	  -c constraints.txt -e '.[baselines,cpu,dev,serve]'
 	@echo "$(CURDIR)" > $(STAMP)

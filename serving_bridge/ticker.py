@@ -10,7 +10,7 @@ import logging
 import operator
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,19 +20,9 @@ from hlem_env.live.measured import Measured
 from hlem_env.live.node import Executed, LiveNode
 from hlem_env.telemetry import EpochStats
 from hlem_env.workload.requests import Requests
+from serving_bridge.control_loop import Served as Served
 
 logger = logging.getLogger(__name__)
-
-
-class Served(NamedTuple):
-    """Who was served in an epoch."""
-
-    requests: Requests
-    """That completed, in order of arrival on the node's clock; numbers of users never come twice."""
-    refused: int
-    """Turned away for overload."""
-    ended_s: float | None = None
-    """When the epoch ended, by `time.monotonic`."""
 
 
 class Control(Protocol):
