@@ -166,6 +166,8 @@ class OnlineAdapter:
         self.settings = settings or AdapterSettings()
         self.background = background
         self.dropped = 0
+        self.learning = threading.Lock()
+        """Held while a sample is learnt: who holds it sees weights and replay that belong together."""
         self._thread: threading.Thread | None = None
         self.reset(seed)
 
@@ -212,8 +214,9 @@ class OnlineAdapter:
             self._thread = None
 
     def _take(self, sample: Sample) -> None:
-        self.learner.take(sample)
-        self.snapshot = self.learner.weights
+        with self.learning:
+            self.learner.take(sample)
+            self.snapshot = self.learner.weights
 
     def _start(self) -> None:
         self._samples: queue.Queue[Sample] = queue.Queue(self.WAITING)

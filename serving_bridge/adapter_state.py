@@ -35,7 +35,7 @@ _TENSORS = re.compile(r"adapter-[0-9a-f]{16}\.safetensors")
 
 
 def save_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str) -> None:
-    """Write the state. Call it where nothing is being learnt: after `close`, or without a thread.
+    """Write the state, from any thread but the one that learns.
 
     Args:
         adapter: whose weights and replay.
@@ -46,7 +46,9 @@ def save_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str) -
         OSError: it cannot be written; the state before is as it was.
     """
     folder, learner = Path(folder), adapter.learner
-    tensors = {**learner.weights._asdict(), "replay": learner.replay}
+    with adapter.learning:
+        tensors = {**learner.weights._asdict(), "replay": learner.replay.copy()}
+        seen = learner.seen
     data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
     name = f"adapter-{digest[:16]}.safetensors"
@@ -57,7 +59,7 @@ def save_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str) -
         "policy_sha256": policy_sha256,
         "bound": adapter.settings.bound,
         "explore": adapter.settings.explore,
-        "seen": learner.seen,
+        "seen": seen,
         "tensors": name,
         "tensors_sha256": digest,
     }

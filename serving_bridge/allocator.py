@@ -44,9 +44,12 @@ class AdaptedPolicy:
         self, policy: FrozenPolicy, adapter: OnlineAdapter | None, config: MdpConfig
     ) -> None:
         self.policy, self.adapter, self.config = policy, adapter, config
-        self._restart()
+        self.adapter_frozen = False
+        """Leave the adapter out: it neither proposes nor learns."""
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Forget the episode, but not what the adapter has learnt."""
         self._carry = 0.0
         self._ema_ms = -1.0
         self._pending: tuple[tuple[float, ...], float, float] | None = None
@@ -54,7 +57,7 @@ class AdaptedPolicy:
 
     def reset(self, seed: int) -> None:
         """Forget the episode, and what the adapter has learnt."""
-        self._restart()
+        self.restart()
         if self.adapter is not None:
             self.adapter.reset(seed)
 
@@ -74,6 +77,9 @@ class AdaptedPolicy:
         if self.adapter is None:
             return self._decision(alpha_centi, base, 0.0)
         surprise = self._surprise(stats)
+        if self.adapter_frozen:
+            self._pending = None
+            return self._decision(alpha_centi, base, 0.0)
         self._learn(alpha_centi, stats, abs(surprise))
         features = (
             stats.kv_hit, stats.emb_hit, stats.hot_share, min(max(surprise, -1.0), 1.0),
@@ -192,6 +198,32 @@ class SmartAllocator:
         """The next alpha; `parts` has each layer's share in hundredths: policy, adapter, recovery."""
         self._epoch, self._tick = self._epoch + 1, 0
         return self._noted(self._inner.decide(observation, stats), stats)
+
+    def restart(self) -> None:
+        """Forget the episode, but neither the log nor what the adapter has learnt.
+
+        For a service that goes on after a time in which nothing was decided.
+        """
+        if self.recovery is not None:
+            self.recovery.restart()
+        self.policy.restart()
+
+    def overruled(self) -> None:
+        """Go on from the alpha of the next stats: the last decision was not applied."""
+        if self.recovery is not None:
+            self.recovery.overruled()
+
+    def swap(self, policy: FrozenPolicy, adapter: OnlineAdapter | None) -> OnlineAdapter | None:
+        """Decide with another policy from now on; returns the adapter of the old one, still running.
+
+        Args:
+            policy: its `mdp_config` is not looked at, as the node has one.
+            adapter: what was learnt on that policy; None where there is none.
+        """
+        before, self.adapter = self.adapter, adapter
+        self.policy.policy, self.policy.adapter = policy, adapter
+        self.policy.restart()
+        return before
 
     def close(self) -> None:
         """End the adapter's thread."""

@@ -185,9 +185,10 @@ class WithRecovery:
         self._watches = self.settings.detector == "workload"
         if self._watches or hasattr(controller, "on_tick"):
             self.on_tick = self._on_tick
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Forget baseline and transitions; the controller stays as it is."""
         self.state = State.NORMAL
         self.transitions: list[Transition] = []
         self.detector = P99Detector(self.settings, self.config.slo_ms)
@@ -204,7 +205,11 @@ class WithRecovery:
     def reset(self, seed: int) -> None:
         """Forget baseline and transitions, and reset the controller."""
         self.controller.reset(seed)
-        self._restart()
+        self.restart()
+
+    def overruled(self) -> None:
+        """Go on from the alpha of the next stats: what the last tick asked for was not applied."""
+        self._asked_centi = -1
 
     def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
         """The controller's decision, or recovery's in a burst.
