@@ -59,6 +59,8 @@ class Args:
     """with --presets, in place of --workloads; none: all three"""
     trace_counts: str | None = None
     """per-user counts for the traces' synthetic base histories"""
+    trace_histories: Literal["base", "native"] = "base"
+    """native: the traces' own lengths, as in those of an epoch log"""
     on_bad_line: Literal["raise", "skip"] = "raise"
     """a bad line of a trace is an error, or is left out and counted"""
     population_factor: float = 1.0
@@ -131,6 +133,7 @@ def plan_units(args: Args, policies: tuple[str, ...]) -> Iterator[Unit]:
                 gather_scale=args.gather_scale,
                 hardware=args.hardware,
                 trace_counts=args.trace_counts,
+                trace_histories=args.trace_histories,
                 trace_on_bad_line=args.on_bad_line,
                 trace_jitter=True,
             )
