@@ -154,6 +154,8 @@ class OnlineAdapter:
         settings: see there.
         background: learn on a thread of its own; `close` ends it. Of samples that it is too slow
             for the oldest are dropped, and counted in `dropped`: memory is bounded.
+        on_hand_over: in the background, keep samples until `hand_over` is called: the thread would
+            compete with the rest of the decision for the interpreter.
         seed: of weights and noise.
     """
 
@@ -161,10 +163,15 @@ class OnlineAdapter:
     """Samples that may wait for the thread."""
 
     def __init__(
-        self, settings: AdapterSettings | None = None, background: bool = False, seed: int = 0
+        self,
+        settings: AdapterSettings | None = None,
+        background: bool = False,
+        seed: int = 0,
+        on_hand_over: bool = False,
     ) -> None:
         self.settings = settings or AdapterSettings()
-        self.background = background
+        self.background, self._on_hand_over = background, on_hand_over
+        self._kept: list[Sample] = []
         self.dropped = 0
         self.learning = threading.Lock()
         """Held while a sample is learnt: who holds it sees weights and replay that belong together."""
@@ -196,7 +203,18 @@ class OnlineAdapter:
         """Learn from an epoch, now or on the thread."""
         if not self.background:
             self._take(sample)
-            return
+        elif self._on_hand_over:
+            self._kept = [*self._kept, sample][-self.WAITING :]
+        else:
+            self._pass_on(sample)
+
+    def hand_over(self) -> None:
+        """Give the thread what was kept for it."""
+        kept, self._kept = self._kept, []
+        for sample in kept:
+            self._pass_on(sample)
+
+    def _pass_on(self, sample: Sample) -> None:
         if self._thread is None:
             self._start()
         while True:

@@ -221,11 +221,14 @@ class ControlLoop:
             self._shown_centi = self._alpha_centi
         in_force = self._alpha_centi
         fault = self._fault(stats, served, now_s)
-        observation = None
         if fault:
+            stats = None
+        # Measured first: percentiles let other threads run, and a decision sets the adapter's off.
+        measured = describe(stats, self.config)
+        observation = None
+        if stats is None:
             verdict = self._blinded(hold, fault)
         else:
-            assert stats is not None
             if self._blind >= HOT_WINDOW_EPOCHS:
                 self.allocator.restart()  # what it remembers is of another time
             self._blind = 0
@@ -234,9 +237,24 @@ class ControlLoop:
         if verdict.next_centi != verdict.wanted_centi:
             self.allocator.overruled()
         self._apply(verdict.next_centi)
-        self._keep(None if fault else stats, served, observation, verdict, in_force, mode, start_ns)
+        record = EpochRecord(
+            epoch=self._epoch,
+            end_unix_s=self._wall(),
+            **measured,
+            refused=0 if served is None else served.refused,
+            alpha_centi=in_force,
+            next_alpha_centi=verdict.next_centi,
+            wanted_alpha_centi=verdict.wanted_centi,
+            reason="; ".join([verdict.reason, *self._notes]),
+            held=verdict.held,
+            parts=verdict.parts,
+            state=self.state,
+            mode=mode,
+            decision_us=(time.perf_counter_ns() - start_ns) / 1000.0,
+        )
         self._last_call_s, self._ticks = now_s, 0
         self._notes.clear()
+        self._keep(Entry(record, observation, stats, served))
         return self._alpha_centi
 
     # Called from any thread.
@@ -458,47 +476,27 @@ class ControlLoop:
         if len(self._notes) < TICKS_PER_EPOCH:
             self._notes.append(what)
 
-    def _keep(
-        self,
-        stats: EpochStats | None,
-        served: Served | None,
-        observation: NDArray[np.float32] | None,
-        verdict: _Verdict,
-        in_force: int,
-        mode: str,
-        start_ns: int,
-    ) -> None:
+    def _keep(self, entry: Entry) -> None:
         """Remember the epoch, log it, and have the adapter's state saved when it is due."""
-        record = EpochRecord(
-            epoch=self._epoch,
-            end_unix_s=self._wall(),
-            **describe(stats, self.config),
-            refused=0 if served is None else served.refused,
-            alpha_centi=in_force,
-            next_alpha_centi=verdict.next_centi,
-            wanted_alpha_centi=verdict.wanted_centi,
-            reason="; ".join([verdict.reason, *self._notes]),
-            held=verdict.held,
-            parts=verdict.parts,
-            state=self.state,
-            mode=mode,
-            decision_us=(time.perf_counter_ns() - start_ns) / 1000.0,
-        )
-        self._records.append(record)
+        self._records.append(entry.record)
         self._epoch += 1
-        if self._log is not None:
-            self._log.put(Entry(record, observation, stats, served))
-        recovery = self.allocator.recovery
+        recovery, adapter = self.allocator.recovery, self.allocator.adapter
         if recovery is not None:
             del recovery.transitions[:-RECORDS]
-        due = self._epoch % self.settings.save_every_epochs == 0
-        if due and self._saver is not None and self.allocator.adapter is not None:
-            self._saver.save(self.allocator.adapter, self.allocator.policy.policy)
+        # Last, since each sets off a thread.
+        if self._log is not None:
+            self._log.put(entry)
+        if adapter is None:
+            return
+        adapter.hand_over()
+        if self._saver is not None and self._epoch % self.settings.save_every_epochs == 0:
+            self._saver.save(adapter, self.allocator.policy.policy)
 
     def _new_adapter(self, policy: FrozenPolicy) -> OnlineAdapter | None:
         if self.settings.adapter is None:
             return None
-        adapter = OnlineAdapter(self.settings.adapter, self.settings.background, self.settings.seed)
+        settings = self.settings
+        adapter = OnlineAdapter(settings.adapter, settings.background, settings.seed, True)
         if self._saver is not None:
             self._saver.restore(adapter, policy)
         return adapter

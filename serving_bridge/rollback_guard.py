@@ -17,7 +17,6 @@ docs/guards.md has the measured rates.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ class RollbackSettings:
     """
 
     enabled: bool = True
-    window: int = 12
+    window: int = 18
     """Epochs before a change, and after it, that are compared at most."""
     least_before: int = 4
     """Epochs before a change without which it is not judged."""
@@ -47,7 +46,7 @@ class RollbackSettings:
     """Rise of P99 that is tolerated."""
     qos_margin: float = 0.02
     """Fall of the share within the SLO that is tolerated."""
-    sigmas: float = 1.5
+    sigmas: float = 1.0
     """Of the difference's deviation, by which it must be clear of the margin."""
     service_sigmas: float = 4.0
     """Of the service time's difference, by which it must be clear of 0."""
@@ -111,13 +110,13 @@ class RollbackGuard:
 
     def __init__(self, settings: RollbackSettings, slo_ms: float) -> None:
         self.settings, self._slo_ms = settings, slo_ms
-        self._rows: deque[tuple[float, ...]] = deque(maxlen=2 * settings.window + 1)
-        self._alphas: deque[int] = deque(maxlen=2 * settings.window + 1)
+        self._rows = np.zeros((2 * settings.window + 1, 9))
+        self._alphas = np.zeros(len(self._rows), np.int64)
+        self._held = 0
 
     def clear(self) -> None:
         """Compare with nothing before now."""
-        self._rows.clear()
-        self._alphas.clear()
+        self._held = 0
 
     def see(self, stats: EpochStats, next_centi: int) -> Rollback | None:
         """Take an epoch in; the change to take back, if any.
@@ -132,16 +131,19 @@ class RollbackGuard:
         qos = stats.qos(self._slo_ms)
         rate = math.log(stats.requests / stats.duration_s)
         length = math.log(max(stats.mean_history_tokens, 1.0))
-        self._rows.append(
-            (p99, service, p99 * p99, service * service, stats.hot_share, rate, length, qos,
-             qos * qos)
+        if self._held == len(self._rows):
+            self._rows[:-1], self._alphas[:-1] = self._rows[1:], self._alphas[1:]
+            self._held -= 1
+        self._rows[self._held] = (
+            p99, service, p99 * p99, service * service, stats.hot_share, rate, length, qos, qos * qos
         )  # fmt: skip
-        self._alphas.append(round(100 * stats.alpha_target))
+        self._alphas[self._held] = round(100 * stats.alpha_target)
+        self._held += 1
         return self._judge(next_centi)
 
     def _judge(self, now_centi: int) -> Rollback | None:
-        settings, alphas = self.settings, np.array(self._alphas)
-        n = alphas.size
+        settings, n = self.settings, self._held
+        alphas = self._alphas[:n]
         # Candidates: the first epochs with another alpha than the one before.
         first = max(settings.least_before, n - settings.window - 1)
         last = n - 1 - settings.least_after  # the epoch of the change itself is left out
@@ -151,8 +153,8 @@ class RollbackGuard:
         at = at[self._is_away(alphas, at, now_centi)]
         if not at.size:
             return None
-        sums = np.zeros((n + 1, len(self._rows[0])))
-        np.cumsum(self._rows, axis=0, out=sums[1:])
+        sums = np.zeros((n + 1, self._rows.shape[1]))
+        self._rows[:n].cumsum(axis=0, out=sums[1:])
         start = np.maximum(at - settings.window, 0)
         n_before, n_after = at - start, n - at - 1
         before = (sums[at] - sums[start]) / n_before[:, None]

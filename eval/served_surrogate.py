@@ -30,7 +30,8 @@ class Recorded:
         return getattr(self._workload, name)
 
     def take(self, until_s: float) -> Requests:
-        taken = self._workload.take(until_s)
+        """As of the workload."""
+        taken: Requests = self._workload.take(until_s)
         self.given = self.given.then(taken)
         return taken
 
