@@ -21,6 +21,8 @@ import torch
 import tyro
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -32,6 +34,7 @@ from hlem_env.machine import git_revision
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
 from hlem_env.scenario import Scenario, TrainingDomain
 from serving_bridge.policy import export_policy
+from train.log_fit import fit_log, table
 
 
 @dataclass
@@ -49,6 +52,8 @@ class Args:
 
     workload: str = "training"
     """"training" (random scenarios), or a workload of HBMPartitionEnv"""
+    from_log: Path | None = None
+    """folder of an epoch log: train on the scenario that is fitted to it, in place of --workload"""
     features: Literal["paper", "working_set"] = "paper"
     """seven features, or eight with the working set"""
     reward: Literal["queueing", "busy_time", "eq5"] = "queueing"
@@ -98,10 +103,26 @@ class Args:
     """evaluation scenarios, seeded 10,000 and up: never trained on"""
 
 
+def workload_of(args: Args) -> str | Scenario:
+    """What to train on: what the arguments name, or what is fitted to a log."""
+    return args.workload if args.from_log is None else fit_log(args.from_log).scenario
+
+
+def print_fit(folder: Path) -> None:
+    """What was fitted, beside what the log shows."""
+    fit = fit_log(folder)
+    shown = Table("", f"log {folder.name}", "scenario")
+    for row in table(fit):
+        shown.add_row(*row)
+    Console(width=110).print(shown)
+    for note in fit.notes:
+        print(note)
+
+
 def evaluation_scenarios(args: Args) -> list[Scenario]:
     """Scenarios that choose the checkpoint: random ones like the training's, from other seeds."""
-    if args.workload != "training":
-        return [Scenario.parse(args.workload, kv_policy=args.kv_policy)] * args.eval_seeds
+    if (workload := workload_of(args)) != "training":
+        return [Scenario.parse(workload, kv_policy=args.kv_policy)] * args.eval_seeds
     domain, base = TrainingDomain(), Scenario(kv_policy=args.kv_policy)
     return [domain.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)]
 
@@ -171,8 +192,9 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
     folder = args.output
     try:
         progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
-        for name in ("features", "reward", "workload", "total_timesteps", "num_envs", "num_steps"):
-            then, now = progress["args"][name], plain(args)[name]
+        for name in ("features", "reward", "workload", "from_log", "total_timesteps", "num_envs",
+                     "num_steps"):  # fmt: skip
+            then, now = progress["args"].get(name), plain(args)[name]
             require(
                 then == now, f"--{name.replace('_', '-')}", now, f"{then}, as in the checkpoint"
             )
@@ -201,12 +223,15 @@ def train(args: Args) -> Path:
     minibatch_size = batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     torch.set_num_threads(1)
+    if args.from_log is not None:
+        print_fit(args.from_log)
+    workload = workload_of(args)
     generator = torch.Generator().manual_seed(args.seed)
     shuffle = np.random.default_rng(args.seed)
 
     envs = RecordEpisodeStatistics(
         gym.make_vec(
-            hlem_env.ENV_ID, args.num_envs, workload=args.workload, features=args.features,
+            hlem_env.ENV_ID, args.num_envs, workload=workload, features=args.features,
             reward=args.reward, kv_policy=args.kv_policy, autoreset_mode="SameStep",
         )
     )  # fmt: skip
@@ -385,6 +410,8 @@ def train(args: Args) -> Path:
 def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str, Any]) -> None:
     """Write the policy's folder."""
     inputs, logits = agent.parity_vectors(np.random.default_rng(args.seed))
+    workload = workload_of(args)
+    plain_workload = workload.to_json() if isinstance(workload, Scenario) else workload
     export_policy(
         args.output,
         agent.actor_weights(),
@@ -393,8 +420,12 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
         parity_logits=logits,
         env_spec={
             "id": hlem_env.ENV_ID,
-            "kwargs": {"workload": args.workload, "features": args.features, "reward": args.reward},
-            "domain": TrainingDomain().to_json() if args.workload == "training" else None,
+            "kwargs": {
+                "workload": plain_workload,
+                "features": args.features,
+                "reward": args.reward,
+            },
+            "domain": TrainingDomain().to_json() if workload == "training" else None,
             "training": progress,
         },
         training_command="python -m train.ppo " + " ".join(sys.argv[1:]),
