@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -34,7 +35,7 @@ from hlem_env.machine import git_revision
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
 from hlem_env.scenario import Scenario, TrainingDomain
 from serving_bridge.policy import export_policy
-from train.log_fit import fit_log, table
+from train.log_fit import Fit, fit_log, table
 
 
 @dataclass
@@ -105,12 +106,18 @@ class Args:
 
 def workload_of(args: Args) -> str | Scenario:
     """What to train on: what the arguments name, or what is fitted to a log."""
-    return args.workload if args.from_log is None else fit_log(args.from_log).scenario
+    return args.workload if args.from_log is None else fitted(args.from_log).scenario
+
+
+@lru_cache(maxsize=1)
+def fitted(folder: Path) -> Fit:
+    """The fit to a log, once: it may be written to while the training runs."""
+    return fit_log(folder)
 
 
 def print_fit(folder: Path) -> None:
     """What was fitted, beside what the log shows."""
-    fit = fit_log(folder)
+    fit = fitted(folder)
     shown = Table("", f"log {folder.name}", "scenario")
     for row in table(fit):
         shown.add_row(*row)

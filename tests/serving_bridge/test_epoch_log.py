@@ -103,7 +103,7 @@ import sys, itertools, time
 from dataclasses import replace
 from serving_bridge.epoch_log import EpochLog, LogSettings
 from tests.serving_bridge.made_epochs import CONFIG, entry
-log = EpochLog(sys.argv[1], CONFIG, LogSettings(segment_bytes=60_000, compact=sys.argv[2] == "1"))
+log = EpochLog(sys.argv[1], CONFIG, LogSettings(segment_bytes=60_000))
 for epoch in itertools.count():
     made = entry(epoch % 16)
     while not log.put(made._replace(record=replace(made.record, epoch=epoch))):
@@ -113,12 +113,9 @@ for epoch in itertools.count():
 """
 
 
-@pytest.mark.parametrize("compacted", ["0", "1"])
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, compacted: str) -> None:
-    if compacted == "1":
-        pytest.importorskip("pyarrow")
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path), compacted],
+        [sys.executable, "-c", WRITER, str(tmp_path)],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as writer:  # fmt: skip
         assert writer.stdout is not None
