@@ -255,9 +255,14 @@ class EpochLog:
 
     def _open_segment(self) -> None:
         path = self.folder / segment_name(self._number)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            view = memoryview(MAGIC + encode({"header": self.header}, {}))
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            self._number += 1  # left by an attempt that could not be cleared away
+            raise
+        try:
+            # Twice: without it a segment's epochs cannot be read.
+            view = memoryview(MAGIC + 2 * encode({"header": self.header}, {}))
             size = len(view)
             while view:
                 view = view[os.write(file, view) :]

@@ -20,7 +20,7 @@ class GuardSettings:
 
     telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
     rollback: RollbackSettings = field(default_factory=RollbackSettings)
-    dwell_epochs: int = 1
+    dwell_epochs: int = 2
     """Least epochs between two applied changes. The recovery controller's move in a burst may come
     sooner, and so may a rollback and an operator."""
 

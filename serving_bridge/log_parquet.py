@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 
 from hlem_env.errors import ArtefactError
 from serving_bridge.durable import replace_file
-from serving_bridge.log_segments import Payload, read_segment, segment_name
+from serving_bridge.log_segments import Payload, read_segment
+
+logger = logging.getLogger(__name__)
 
 _ARRAYS = {
     "observation": "f4",
@@ -48,7 +51,9 @@ def covered(folder: Path) -> list[Path]:
 
 
 def compact(segment: Path) -> Path | None:
-    """Replace a closed segment by its Parquet file; None if it holds no epoch, and it is removed.
+    """Replace a closed segment by its Parquet file.
+
+    None if it holds no epoch, and it is removed; None also if its header is lost, and it stays.
 
     At every moment the epochs are in one of the two or in both, and readers take the Parquet file.
 
@@ -61,6 +66,11 @@ def compact(segment: Path) -> Path | None:
     found = read_segment(segment)
     headers = [p.values["header"] for p in found.payloads if "header" in p.values]
     epochs = [p for p in found.payloads if "record" in p.values]
+    if epochs and not headers:
+        return None
+    if found.damaged_bytes or found.torn_bytes:
+        lost = found.damaged_bytes + found.torn_bytes
+        logger.warning("%s: %d damaged bytes are not kept in Parquet", segment, lost)
     path = segment.with_suffix(".parquet")
     if epochs:
         columns: dict[str, Any] = _plain_columns(epochs)
@@ -68,7 +78,7 @@ def compact(segment: Path) -> Path | None:
         for name, kind in _ARRAYS.items():
             columns[name] = _lists([epoch.arrays.get(name) for epoch in epochs], kind)
         table = pyarrow.table(columns)
-        header = json.dumps(headers[0] if headers else {})
+        header = json.dumps(headers[0])
         sink = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(
             table.replace_schema_metadata({"hlem": header}), sink, compression="zstd"
@@ -105,11 +115,6 @@ def read_parquet(path: Path) -> list[Payload]:
     except (pyarrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise ArtefactError(f"{path}: not a part of an epoch log: {error}") from error
     return payloads
-
-
-def segment_of(path: Path) -> str:
-    """Name of the segment that a Parquet file was."""
-    return segment_name(int(path.stem.split("-")[1]))
 
 
 def _plain_columns(epochs: list[Payload]) -> dict[str, list[Any]]:

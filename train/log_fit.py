@@ -10,12 +10,14 @@
                           faster or slower that this is none to train at
 
 The node's own sizes (pool, tables, layers, epoch) are taken from the log's header where they stand there.
+A node that the surrogate cannot be, such as a small one on a CPU, is fitted in proportion: histories over
+their maximum, the hot users' KV over the pool, requests an epoch, and the log's utilisation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import ArtefactError
-from hlem_env.mdp import HOT_REQUESTS, HOT_WINDOW_EPOCHS
+from hlem_env.mdp import HOT_REQUESTS, HOT_WINDOW_EPOCHS, MdpConfig
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.load import load_curve
-from hlem_env.workload.regimes import draw_path
+from hlem_env.surrogate.node import NodeConfig
+from hlem_env.workload.regimes import RegimePath, draw_path
+from hlem_env.workload.requests import Catalogue
 from serving_bridge.log_reader import LoggedEpoch, read_epochs
 
-ABOUT_FIELDS = ("pool_bytes", "tables", "rows_per_table", "layers", "zipf", "hardware", "preset")
+ABOUT_FIELDS = ("pool_bytes", "tables", "rows_per_table", "layers", "zipf")
 """Of a Scenario, that a log's header may give."""
 UTILISATIONS = (0.30, 0.95)
 """Outside them no split matters, or none helps."""
@@ -50,6 +54,9 @@ class Shown:
     mean_history_tokens: float
     longest_tokens: int
     utilisation: float
+    working_set: float
+    """Mean KV bytes of the hot users over the pool."""
+    requests_per_epoch: float
 
 
 @dataclass(frozen=True)
@@ -75,30 +82,64 @@ def fit_log(folder: str | Path, base: Scenario | None = None) -> Fit:
     epochs = [e for e in read_epochs(folder) if e.stats is not None and e.requests is not None]
     shown = _shown(epochs, folder)
     run = epochs[-1].run
-    known = {field.name for field in fields(Scenario)} & set(ABOUT_FIELDS)
-    values: dict[str, Any] = vars(base or Scenario()).copy()
-    values |= {name: run.about[name] for name in known if name in run.about}
+    values: dict[str, Any] = vars(base or Scenario()).copy() | {"trace": None}
+    values |= {"steady_hot_share": round(float(shown.hot_share.mean()), 4)}
+    values["regime"] = _regime(shown.hot_share, Scenario(**values))
+    if _has_the_surrogate_s_sizes(run.about):
+        values |= {name: run.about[name] for name in ABOUT_FIELDS if name in run.about}
+        return _fit_as_it_is(shown, values, run.config)
+    return _fit_in_proportion(shown, values, run.config)
+
+
+def _has_the_surrogate_s_sizes(about: dict[str, Any]) -> bool:
+    """Whether a Scenario can be this node: pages, rows and KV blocks are the surrogate's own."""
+    node, catalogue = NodeConfig(), Catalogue()
+    dim = about.get("heads", 8) * about.get("head_dim", 64)
+    return bool(
+        about.get("pool_bytes", node.pool_bytes) >= 100 * node.page_bytes
+        and about.get("page_bytes", node.page_bytes) == node.page_bytes
+        and 2 * dim == catalogue.row_bytes
+        and about.get("dtype", "bfloat16") != "float32"
+    )
+
+
+def _fit_as_it_is(shown: Shown, values: dict[str, Any], config: MdpConfig) -> Fit:
     values |= {
-        "trace": None,
-        "epoch_seconds": run.config.epoch_seconds,
-        "max_history_tokens": max(run.config.max_history_tokens, shown.longest_tokens),
+        "epoch_seconds": config.epoch_seconds,
+        "max_history_tokens": max(config.max_history_tokens, shown.longest_tokens),
         "mean_history_tokens": round(shown.mean_history_tokens, 1),
     }
-    values["regime"] = _regime(shown.hot_share, Scenario(**values))
-    values["steady_hot_share"] = round(float(shown.hot_share.mean()), 4)
-    scenario = Scenario(**values)
-    values["population_factor"] = round(_population(shown, scenario), 3)
-    scenario = Scenario(**values)
-    values["utilisation"], notes = _utilisation(shown, scenario)
+    path = _path(Scenario(**values))
+    values["population_factor"] = _factor(values, shown.hot_users, float(path.hot_users.mean()))
+    values["utilisation"], notes = _utilisation(shown, Scenario(**values))
     return Fit(Scenario(**values), shown, notes)
+
+
+def _fit_in_proportion(shown: Shown, values: dict[str, Any], config: MdpConfig) -> Fit:
+    longest = values["max_history_tokens"]
+    share = shown.mean_history_tokens / max(config.max_history_tokens, shown.longest_tokens)
+    values["mean_history_tokens"] = round(max(share * longest, 1.0), 1)
+    low, high = UTILISATIONS
+    values["utilisation"] = round(min(max(shown.utilisation, low), high), 4)
+    scenario = Scenario(**values)
+    node = scenario.node()
+    entry_bytes = node.kv_pages(int(scenario.mean_history_tokens)) * node.page_bytes
+    users = shown.working_set * node.pool_bytes / entry_bytes
+    values["population_factor"] = _factor(values, users, float(_path(scenario).hot_users.mean()))
+    seconds = shown.requests_per_epoch / _rate(Scenario(**values))
+    values["epoch_seconds"] = round(min(max(seconds, 0.05), 60.0), 4)
+    note = (
+        "the surrogate cannot be a node of these sizes: fitted in proportion, to histories over their"
+        f" maximum ({share:.2f}), hot users' KV over the pool ({shown.working_set:.2f}), requests an"
+        f" epoch ({shown.requests_per_epoch:.0f}) and utilisation"
+    )
+    return Fit(Scenario(**values), shown, (note,))
 
 
 def table(fit: Fit) -> list[tuple[str, str, str]]:
     """Rows of what was fitted: name, in the log, in the scenario."""
     log, scenario = fit.log, fit.scenario
-    config = scenario.regime_config()
-    path = draw_path(config, np.random.default_rng(0))
-    curve = load_curve(config, scenario.node(), scenario.profile(), scenario.utilisation)
+    path = _path(scenario)
     low, middle, high = np.quantile(log.hot_share, (0.1, 0.5, 0.9))
     own = np.quantile(path.hot_share, (0.1, 0.5, 0.9))
     return [
@@ -111,7 +152,10 @@ def table(fit: Fit) -> list[tuple[str, str, str]]:
         ("history, mean tokens", f"{log.mean_history_tokens:.0f}",
          f"{scenario.mean_history_tokens:.0f}"),
         ("history, longest", f"{log.longest_tokens}", f"{scenario.max_history_tokens} allowed"),
-        ("requests/s", f"{log.requests_per_s:.2f}", f"{curve(path.hot_share).mean():.2f}"),
+        ("requests/s", f"{log.requests_per_s:.2f}", f"{_rate(scenario):.2f}"),
+        ("requests an epoch", f"{log.requests_per_epoch:.0f}",
+         f"{_rate(scenario) * scenario.epoch_seconds:.0f}"),
+        ("hot users' KV over the pool", f"{log.working_set:.2f}", f"{_working_set(scenario):.2f}"),
         ("utilisation", f"{log.utilisation:.2f}", f"{scenario.utilisation:.2f} at its best alpha"),
     ]  # fmt: skip
 
@@ -135,6 +179,8 @@ def _shown(epochs: list[LoggedEpoch], folder: str | Path) -> Shown:
         mean_history_tokens=float(lengths.mean()),
         longest_tokens=int(lengths.max()),
         utilisation=sum(s.utilisation * s.duration_s for s in stats) / seconds,
+        working_set=float(np.mean([s.working_set for s in stats])),
+        requests_per_epoch=sum(s.requests for s in stats) / len(stats),
     )
 
 
@@ -163,25 +209,39 @@ def _regime(hot_share: NDArray[np.float64], scenario: Scenario) -> str:
     return nearest if distance[nearest] < _CLEARLY * distance["steady"] else "steady"
 
 
-def _population(shown: Shown, scenario: Scenario) -> float:
-    """Hot users over those of the regimes' table at the log's mean hot share."""
-    usual = draw_path(scenario.regime_config(), np.random.default_rng(0)).hot_users.mean()
-    factor = scenario.population_factor * shown.hot_users / max(float(usual), 1.0)
-    return min(max(factor, 0.01), 100.0)
+def _path(scenario: Scenario) -> RegimePath:
+    return draw_path(scenario.regime_config(), np.random.default_rng(0))
+
+
+def _rate(scenario: Scenario) -> float:
+    """Mean requests/s of the scenario."""
+    config = scenario.regime_config()
+    curve = load_curve(config, scenario.node(), scenario.profile(), scenario.utilisation)
+    return float(curve(_path(scenario).hot_share).mean())
+
+
+def _working_set(scenario: Scenario) -> float:
+    """KV bytes of the scenario's mean hot population over its pool."""
+    node = scenario.node()
+    pages = node.kv_pages(int(scenario.mean_history_tokens))
+    users = float(_path(scenario).hot_users.mean())
+    return users * pages / node.pool_pages
+
+
+def _factor(values: dict[str, Any], wanted: float, usual: float) -> float:
+    """Population factor that makes `usual` hot users the wanted ones."""
+    factor = float(values["population_factor"]) * wanted / max(usual, 1.0)
+    return round(min(max(factor, 0.01), 100.0), 3)
 
 
 def _utilisation(shown: Shown, scenario: Scenario) -> tuple[float, tuple[str, ...]]:
-    config = scenario.regime_config()
-    path = draw_path(config, np.random.default_rng(0))
-    curve = load_curve(config, scenario.node(), scenario.profile(), scenario.utilisation)
-    rate = float(curve(path.hot_share).mean())
-    wanted = scenario.utilisation * shown.requests_per_s / rate
+    wanted = scenario.utilisation * shown.requests_per_s / _rate(scenario)
     low, high = UTILISATIONS
     if low <= wanted <= high:
         return round(wanted, 4), ()
     taken = min(max(shown.utilisation, low), high)
     note = (
-        f"at the log's {shown.requests_per_s:.2f} requests/s the surrogate ({scenario.hardware}) would be"
-        f" busy for {wanted:.2f} of the time: it is given the log's utilisation instead, {taken:.2f}"
+        f"at the log's {shown.requests_per_s:.2f} requests/s the surrogate ({scenario.hardware}) would"
+        f" be busy for {wanted:.2f} of the time: it is given the log's utilisation instead, {taken:.2f}"
     )
     return round(taken, 4), (note,)

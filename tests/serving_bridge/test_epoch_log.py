@@ -188,6 +188,15 @@ def test_damage_in_the_middle_is_told_and_left(
     assert numbers(tmp_path) == [0, 2] and "damaged" in caplog.text
 
 
+def test_a_damaged_header_costs_no_epoch(tmp_path: Path) -> None:
+    write(tmp_path, 3, LogSettings(compact=False))
+    path = tmp_path / "epochs-00000001.log"
+    data = bytearray(path.read_bytes())
+    data[60] ^= 1
+    path.write_bytes(data)
+    assert numbers(tmp_path) == [0, 1, 2]
+
+
 def test_a_file_without_records_is_kept_aside(tmp_path: Path) -> None:
     (tmp_path / "epochs-00000004.log").write_bytes(MAGIC + b"half a head")
     write(tmp_path, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 from agents.forecast import PRETRAINED
 from eval.served_surrogate import Node, config_of
 from hlem_env.errors import ArtefactError
+from hlem_env.live.config import LiveConfig
+from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
 from serving_bridge.control_loop import ControlLoop, ControlSettings
 from serving_bridge.epoch_log import EpochLog
 from serving_bridge.policy import FrozenPolicy
+from tests.serving_bridge.made_epochs import entry, served_of, stats_of
 from train.log_fit import fit_log, table
 from train.ppo import Args, train
 
@@ -82,6 +86,27 @@ def test_it_trains_on_the_fit(
     assert fitted.steady_hot_share == pytest.approx(0.33, abs=0.02)
     assert policy.metadata["env_spec"]["domain"] is None
     assert "hot users" in capsys.readouterr().out
+
+
+def test_a_small_node_is_fitted_in_proportion(tmp_path: Path) -> None:
+    small = LiveConfig.load("cpu-small")
+    config = MdpConfig(slo_ms=small.slo_ms, max_history_tokens=small.max_history_tokens,
+                       epoch_seconds=small.epoch_seconds)  # fmt: skip
+    log = EpochLog(tmp_path, config, about=small.to_json())
+    for epoch in range(30):
+        stats = stats_of(epoch, 40, utilisation=0.55, working_set_bytes=0.4 * 6e10)
+        served = served_of(stats)
+        length = np.full(40, 512, np.int32)
+        served = served._replace(requests=replace(served.requests, history_length=length))
+        log.put(entry(epoch % 50)._replace(stats=stats, served=served))
+    log.close()
+    fit = fit_log(tmp_path)
+    rows = {name: own for name, _, own in table(fit)}
+    assert fit.scenario.mean_history_tokens == pytest.approx(7_500)  # half of the longest
+    assert float(rows["requests an epoch"]) == pytest.approx(40, abs=1)
+    assert float(rows["hot users' KV over the pool"]) == pytest.approx(0.40, abs=0.02)
+    assert fit.scenario.utilisation == 0.55 and "in proportion" in fit.notes[0]
+    fit.scenario.build().reset(0)
 
 
 def test_a_short_log_is_refused(tmp_path: Path) -> None:
