@@ -38,6 +38,7 @@ POLICY = FrozenPolicy.load(PRETRAINED / "working_set")
 BURST = Scenario.parse("burst", episode_epochs=80)
 STEADY = Scenario.parse("steady")
 LIGHT = Scenario.parse("burst", utilisation=0.1)
+AT_ONCE = GuardSettings(dwell_epochs=0)
 UNGUARDED = GuardSettings(rollback=RollbackSettings(enabled=False), dwell_epochs=0)
 
 
@@ -102,7 +103,7 @@ def test_frozen_neither_decides_nor_moves_and_ends() -> None:
 
 @pytest.mark.parametrize("mode", ["active", "shadow", "frozen"])
 def test_an_operator_holds_alpha_from_the_next_tick_on(mode: str) -> None:
-    loop = loop_of(mode=mode)
+    loop = loop_of(mode=mode, guards=AT_ONCE)
     alpha = made_epoch(loop, 0, 50)
     loop.hold(33)
     assert loop.tick(stats_of(10, 20, alpha_target=alpha / 100)) == 33
@@ -241,7 +242,7 @@ def test_planted_bad_changes_are_rolled_back() -> None:
     """P99 is a third higher at the bad split, and varies by a fifth: luck may hide one of them."""
     delays = []
     for seed in range(100, 110):
-        loop = loop_of(STEADY)
+        loop = loop_of(STEADY, guards=AT_ONCE)
         planted(loop, 30, 10)
         records = list(Node(STEADY, loop, seed).epochs(60, ticks=False))
         assert records[29].next_alpha_centi == 10
@@ -256,7 +257,8 @@ def test_planted_bad_changes_are_rolled_back() -> None:
 
 
 def test_after_a_rollback_alpha_waits_and_the_adapter_is_frozen() -> None:
-    guards = GuardSettings(rollback=RollbackSettings(hold_epochs=5, cool_down_epochs=9))
+    rollback = RollbackSettings(hold_epochs=5, cool_down_epochs=9)
+    guards = GuardSettings(rollback=rollback, dwell_epochs=0)
     loop = loop_of(STEADY, guards=guards)
     real, count = loop.allocator.decide, 0
 
