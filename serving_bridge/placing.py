@@ -9,7 +9,7 @@ import numpy as np
 
 from hlem_env.live.prefix_hash import prefix_hash
 from serving_bridge.history_store import Change, HistoryStore, Items, StoredHistory
-from serving_bridge.scoring import InvalidRequest, Limits, ScoreRequest, UnknownUser
+from serving_bridge.scoring import Limits, ScoreRequest, UnknownUser
 from serving_bridge.user_table import User, UserTable, Writing
 
 
@@ -48,8 +48,7 @@ def place(request: ScoreRequest, users: UserTable, store: HistoryStore, limits: 
 
     Raises:
         UnknownUser: new items of a user without a history.
-        InvalidRequest: the history would be longer than the limit.
-        StoreError: what is stored cannot be read.
+            StoreError: what is stored cannot be read.
     """
     user = users.find(request.user)
     if request.history is not None:
@@ -70,26 +69,38 @@ def _given(name: str, history: Items, user: User, store: HistoryStore) -> Placed
             return Placed(
                 user, Change(name, base, after, more), user.edits, more.size, lambda i: history[i:]
             )
-    after = StoredHistory(store.new_id(), history.size, prefix_hash(history, store.hash_key))
-    edits = user.edits + (base is not None)
-    change = Change(name, base, after, history)
-    return Placed(user, change, edits, history.size, lambda i: history[i:])
+    return _replaced(user, history, store)
 
 
 def _continued(user: User, new: Items, store: HistoryStore, limits: Limits) -> Placed:
     base = user.history
     assert base is not None
-    length = base.length + new.size
-    if length > limits.history_tokens:
-        raise InvalidRequest(
-            f"the history would have {length} tokens, at most {limits.history_tokens} are allowed: "
-            "send a shorter one whole"
-        )
-    after = StoredHistory(base.id, length, prefix_hash(new, base.hash))
 
     def read(first: int) -> Items:
         if first >= base.length:
             return new[first - base.length :]
         return np.concatenate((user.items(store, first), new))
 
+    length = base.length + new.size
+    if length > limits.history_tokens:
+        return _replaced(user, _newest(length, read, limits), store)
+    after = StoredHistory(base.id, length, prefix_hash(new, base.hash))
     return Placed(user, Change(user.name, base, after, new), user.edits, new.size, read)
+
+
+def _newest(length: int, read: Callable[[int], Items], limits: Limits) -> Items:
+    """What stays of a history that has grown too long: the oldest quarter goes at once.
+
+    One recompute, then reuse again; token by token every visit would be a recompute.
+    """
+    kept = limits.history_tokens - limits.history_tokens // 4
+    return read(length - kept)
+
+
+def _replaced(user: User, history: Items, store: HistoryStore) -> Placed:
+    """Another history in place of the one that there is, if any: nothing cached is of use."""
+    base = user.history
+    after = StoredHistory(store.new_id(), history.size, prefix_hash(history, store.hash_key))
+    edits = user.edits + (base is not None)
+    change = Change(user.name, base, after, history)
+    return Placed(user, change, edits, history.size, lambda first: history[first:])

@@ -29,7 +29,8 @@ class ScoreRequest:
     history: Items | None = None
     """The user's whole history, oldest first [n]; it replaces what is stored."""
     new_items: Items | None = None
-    """What the user did since the last request, oldest first [n]; n may be 0."""
+    """What the user did since the last request, oldest first [n]; n may be 0. A history that gets longer
+    than the node's longest loses its oldest quarter, and `Scored.history_tokens` tells."""
 
 
 class Scored(NamedTuple):
@@ -38,14 +39,14 @@ class Scored(NamedTuple):
     scores: NDArray[np.float32]
     """[candidates], in the request's order."""
     history_tokens: int
-    """Length of the user's history, the new items included."""
+    """Length of the user's history as it is now, the new items included."""
     reused_tokens: int
     """Of those, tokens whose K and V came from the cache."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a node takes; more is refused, never cut."""
+    """What a node takes of one request; more is refused, never cut."""
 
     history_tokens: int
     """Of one user, new items included."""

@@ -113,7 +113,12 @@ def build_node(args: Args, stack: ExitStack) -> tuple[Engine, ControlLoop]:
     store = HistoryStore(args.data / "histories")
     stack.callback(store.close)
     settings = ControlSettings(mode=args.mode)
-    control = ControlLoop(policy, mdp_config, settings, state=args.data / "adapter", log=log)
+    # Where the run before left it, so that a restart is no jump.
+    alpha_centi = None if log.last_record is None else log.last_record["next_alpha_centi"]
+    control = ControlLoop(
+        policy, mdp_config, settings, state=args.data / "adapter", log=log,
+        initial_alpha_centi=alpha_centi,
+    )  # fmt: skip
     stack.callback(control.close)
     limits = Limits(
         config.max_history_tokens,

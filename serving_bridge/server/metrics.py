@@ -18,6 +18,7 @@ DECISION_BUCKETS_S: Final = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-
 
 GAUGES: Final = {
     "hlem_epoch": ("Number of the last epoch.", "epoch"),
+    "hlem_epoch_end_timestamp_seconds": ("When it ended; an old one tells of a stuck node.", "end_unix_s"),
     "hlem_epoch_p50_seconds": ("Median latency of the last epoch's requests.", "p50_ms"),
     "hlem_epoch_p99_seconds": ("P99 latency of the last epoch's requests.", "p99_ms"),
     "hlem_slo_seconds": ("Latency that requests are to meet.", "slo_ms"),

@@ -270,12 +270,22 @@ def test_a_refused_request_holds_no_place(tmp_path: Path) -> None:
         result(engine.submit(request("u", 700)))
 
 
-def test_a_history_that_would_grow_too_long_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    with engine_in(tmp_path) as engine:
-        result(engine.submit(request("u", 698)))
-        with pytest.raises(InvalidRequest, match="701 tokens, at most 700"):
-            result(engine.submit(more("u", items(3), items(1))))
-        assert result(engine.submit(more("u", items(2), items(1)))).history_tokens == 700
+def test_a_history_that_grows_too_long_loses_its_oldest_quarter_and_says_so(tmp_path: Path) -> None:
+    node = LiveNode(CONFIG)
+    right, candidates, history = Reference(node), items(5, 1), items(698, 2)
+    with engine_in(tmp_path, node=node) as engine:
+        result(engine.submit(whole("u", history, candidates)))
+        scored = result(engine.submit(more("u", items(2, 3), candidates)))
+        assert (scored.history_tokens, scored.reused_tokens) == (700, 698)
+        for last in (items(1, 4), items(600, 5)):  # the second is more than what stays
+            history = np.concatenate([history, items(2, 3), last])[-525:]
+            scored = result(engine.submit(more("u", last, candidates)))
+            assert (scored.history_tokens, scored.reused_tokens) == (525, 0)
+            assert agree(scored, right.scores(history, candidates))
+            again = result(engine.submit(more("u", items(2, 3), candidates)))
+            assert (again.history_tokens, again.reused_tokens) == (527, 525)
+    with engine_in(tmp_path) as reopened:
+        assert result(reopened.submit(more("u", items(0), candidates))).history_tokens == 527
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -125,7 +125,7 @@ def test_scores_faults_and_restart(
         assert node.ask("/admin/policy", {"folder": str(POLICY)}) == {"swapped": True}
         with pytest.raises(SystemExit, match=r"in use|another process"):
             run_here(monkeypatch, "--policy", str(POLICY), "--data", str(tmp_path / "data"))
-        before = logged(tmp_path, 2)
+        before = logged(tmp_path, len(logged(tmp_path, 0)) + 2)  # one of them wholly held
         node.popen.kill()
     with served(tmp_path, "--mode", "frozen") as node:
         http, grpc = node.clients()
@@ -143,6 +143,9 @@ def test_scores_faults_and_restart(
     after = logged(tmp_path, len(before) + 1)
     assert after[: len(before)] == before
     assert len({run for run, _ in after}) == 2
+    # The second run goes on from the alpha that the first one had.
+    epochs = list(read_epochs(tmp_path / "data" / "log"))
+    assert [epoch.record.alpha_centi for epoch in epochs[len(before) :]][:1] == [30]
 
 
 @pytest.mark.parametrize(
