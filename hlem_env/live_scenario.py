@@ -12,6 +12,8 @@ from hlem_env import mdp
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.scenario import Scenario
+from hlem_env.surrogate.batched import BatchedBackend, BatchedNode
+from hlem_env.surrogate.hardware import NodeProfile
 from hlem_env.workload.regimes import (
     HOT_USERS_POOL_BYTES,
     LoadCurve,
@@ -140,3 +142,39 @@ def live_backend(scenario: Scenario, config: LiveConfig) -> LiveBackend:
     speed = config.probe_ms / node.probe_ms()
     workload = live_workload(scenario, config, node.entries_in_pool, speed)
     return LiveBackend(workload, node)
+
+
+def surrogate_node(config: LiveConfig, kv_policy: str) -> BatchedNode:
+    """The surrogate's node with everything as the live one has it."""
+    dtype_bytes = config.row_bytes // config.dim
+    return BatchedNode(
+        pool_bytes=config.pool_bytes,
+        page_bytes=config.page_bytes,
+        block_tokens=config.block_tokens,
+        block_bytes=2 * config.block_tokens * config.dim * dtype_bytes,
+        layers=config.layers,
+        kv_policy=kv_policy,
+        warmup_epochs=config.warmup_epochs,
+        epoch_seconds=config.epoch_seconds,
+        token_budget=config.token_budget,
+        bucket_gbps=config.refill_gbps,
+        slo_ms=config.slo_ms,
+        refill_while_idle=config.device == "cpu",
+    )
+
+
+def surrogate_twin(
+    scenario: Scenario, config: LiveConfig, profile: NodeProfile, speed: float
+) -> BatchedBackend:
+    """A surrogate that serves the requests of `live_backend` as that node does.
+
+    Args:
+        scenario: what happens.
+        config: of the live node.
+        profile: calibrated on it.
+        speed: of the machine whose requests these are over that of the preset's load.
+    """
+    node = surrogate_node(config, scenario.kv_policy)
+    pages = node.kv_pages(round(config.mean_history_tokens))
+    workload = live_workload(scenario, config, node.pool_pages // pages, speed)
+    return BatchedBackend(workload, node, profile)

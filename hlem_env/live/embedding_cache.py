@@ -13,7 +13,6 @@ One stream serves: calls come from one thread, in order, on one current stream.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +39,7 @@ from hlem_env.live.cache_state import (
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.kernels import lookup_reference as reference
 from hlem_env.live.row_index import DENSE_ROWS_MAX, DenseIndex, RowIndex, SetAssociativeIndex
+from hlem_env.live.time_source import WallTime
 
 POLICIES = ("lru", "scan_resistant")
 INDEXES = ("dense", "set_associative")
@@ -80,6 +80,7 @@ class EmbeddingCache:
         ring_rows: rows missed lately to remember for refill, a power of two; by default twice the
             pool's slots and more, at most 2^23. A row that was missed lately is resident until as
             many others were missed, so that a shorter memory would know none that are not.
+        time_source: what waits on the emulated link follow.
 
     Raises:
         ArgumentError: an argument is out of range, or rows do not fill a page of the pool.
@@ -96,6 +97,7 @@ class EmbeddingCache:
         half_life_s: float = 60.0,
         emulated_link_gbps: float | None = None,
         ring_rows: int | None = None,
+        time_source: WallTime | None = None,
     ) -> None:
         require_choice("policy", policy, POLICIES)
         if index is None:
@@ -123,6 +125,7 @@ class EmbeddingCache:
         )
         self.pool, self.tables, self.policy, self.index_kind = pool, tables, policy, index
         self.half_life_s, self.emulated_link_gbps = half_life_s, emulated_link_gbps
+        self._time = time_source or WallTime()
         slab = pool.view_rows(tables.dim, tables.dtype)
         self.rows_per_page = slab.shape[0] // pool.pages
         slots_index: RowIndex
@@ -224,7 +227,7 @@ class EmbeddingCache:
         if self._device_side is not None and self._dense is not None:
             return self._lookup_by_kernels(self._device_side, self._dense, keys, weight)
         self._refuse_unknown(keys)
-        began = time.perf_counter()
+        began = self._time.now()
         out, fetched = reference.lookup(
             self.state, self._queue, keys, self._fetch, self._batch, weight
         )
@@ -356,9 +359,9 @@ class EmbeddingCache:
         """Sleep until so many rows would have come over the emulated link since `began`."""
         if self.emulated_link_gbps is not None and rows:
             seconds = rows * self.tables.row_bytes / (self.emulated_link_gbps * 1e9)
-            left = began + seconds - time.perf_counter()
+            left = began + seconds - self._time.now()
             if left > 0:
-                time.sleep(left)
+                self._time.sleep(left)
 
     def hottest_missed(self, k: int) -> Tensor:
         """The k rows missed most of late that are not resident, int64 [k], -1 where there are fewer."""
@@ -380,7 +383,7 @@ class EmbeddingCache:
             return
         self._refuse_unknown(rows[rows >= 0])
         fetch = self._fetch if values is None else _staged(rows, values)
-        began = time.perf_counter()
+        began = self._time.now()
         fetched = reference.warm(self.state, self._queue, rows, fetch, self._batch, evict)
         if values is None:
             self.wait_for_link(fetched, began)

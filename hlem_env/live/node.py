@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hlem_env import mdp
-from hlem_env.errors import BackendError
+from hlem_env.errors import BackendError, require
 from hlem_env.eviction.policies import make_policy
 from hlem_env.live.attention import PagedKv
 from hlem_env.live.cache_state import COUNTERS, MISSED
@@ -40,6 +40,7 @@ from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
 from hlem_env.live.partition import Move, Partition
 from hlem_env.live.pool import Pool
 from hlem_env.live.refill import Refill, TokenBucket
+from hlem_env.live.time_source import WallTime
 from hlem_env.workload.requests import Requests
 
 Ints = NDArray[np.int64]
@@ -80,18 +81,33 @@ class LiveNode:
 
     Args:
         config: what it is made of.
-        kv_policy: "scan_resistant" or "lru".
+        kv_policy: "scan_resistant" or "lru"; when the attribute changes, from the next `reset` on.
+        tables: of another node with the same ones, instead of making them anew, which takes a minute
+            where they are large.
+        time_source: what its times follow.
 
     Raises:
+        ArgumentError: the tables are not those of `config`.
         BackendError: the device is not there.
     """
 
-    def __init__(self, config: LiveConfig, kv_policy: str = "scan_resistant") -> None:
-        self.config, self._kv_policy = config, kv_policy
+    def __init__(
+        self,
+        config: LiveConfig,
+        kv_policy: str = "scan_resistant",
+        tables: HostTables | None = None,
+        time_source: WallTime | None = None,
+    ) -> None:
+        self.config, self.kv_policy = config, kv_policy
+        self.time_source = time_source or WallTime()
         self.device, self._dtype = torch.device(config.device), getattr(torch, config.dtype)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise BackendError(f"the preset {config.name} needs a CUDA device, and there is none")
-        self.tables = HostTables(
+        if tables is not None:
+            given = tables.tables, tables.rows_per_table, tables.dim, tables.dtype, tables.seed
+            wanted = config.tables, config.rows_per_table, config.dim, self._dtype, config.seed
+            require(given == wanted, "tables", given, str(wanted))
+        self.tables = tables or HostTables(
             config.tables,
             config.rows_per_table,
             config.dim,
@@ -129,13 +145,13 @@ class LiveNode:
         self.pool.reset()
         self.embedding = EmbeddingCache(
             self.pool, self.tables, half_life_s=half_life_s,
-            emulated_link_gbps=config.emulated_link_gbps,
+            emulated_link_gbps=config.emulated_link_gbps, time_source=self.time_source,
         )  # fmt: skip
         layout = KvLayout(
             config.layers, config.heads, config.head_dim, config.block_tokens, self._dtype
         )
         self.kv = KvCache(
-            self.pool, layout, make_policy(self._kv_policy, half_life_s),
+            self.pool, layout, make_policy(self.kv_policy, half_life_s),
             max_history_tokens=config.max_history_tokens,
             max_users=max(REMEMBERED_USERS, 4 * self.pool.pages),
         )  # fmt: skip
@@ -192,7 +208,7 @@ class LiveNode:
             return self._execute(requests, waiting, now_s)
 
     def _execute(self, requests: Requests, waiting: Requests, now_s: float) -> Executed:
-        start_s = time.perf_counter()
+        start_s = self.time_source.now()
         lengths = requests.history_length.astype(np.int64)
         new_items = requests.new_items.astype(np.int64)
         window, candidates = self._items.window(requests), self._items.candidates(requests)
@@ -220,7 +236,7 @@ class LiveNode:
             computed=lengths - cached + candidates,
             pages=self._kv_pages(lengths),
             rows_hit=keys.numel() - (self._missed - missed),
-            device_s=time.perf_counter() - start_s,
+            device_s=self.time_source.now() - start_s,
         )
 
     def idle(self, now_s: float) -> bool:
@@ -351,7 +367,7 @@ class LiveNode:
         """Wait until the batch has completed on the device; meanwhile rows are moved ahead.
 
         Args:
-            clock_offset_s: of the workload's clock to the host's.
+            clock_offset_s: of the workload's clock to the time source's.
         """
         if self.device.type == "cpu":
             return
@@ -359,7 +375,7 @@ class LiveNode:
         done.record()
         while not done.query():
             if not self.refill.idle:
-                self.refill.step(time.perf_counter() + clock_offset_s, self.last_p99_ms)
+                self.refill.step(self.time_source.now() + clock_offset_s, self.last_p99_ms)
 
     def _kv_pages(self, tokens: Ints) -> Ints:
         return self.kv.layout.pages(tokens, self.kv.blocks_per_page)

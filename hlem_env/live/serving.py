@@ -7,7 +7,6 @@ epochs; behind the serving bridge it never stops. Everything happens in the call
 
 from __future__ import annotations
 
-import time
 
 import numpy as np
 
@@ -16,31 +15,12 @@ from hlem_env.errors import BackendError, require
 from hlem_env.live.hot_users import HotUsers
 from hlem_env.live.measured import Measured
 from hlem_env.live.node import LiveNode
+from hlem_env.live.time_source import WallTime
 from hlem_env.telemetry import EpochStats
 from hlem_env.workload.requests import Requests, Workload
 
-LONGEST_SLEEP_S = 0.02
-"""An idle server looks up at least this often, so that an interrupt ends it at once."""
-SPIN_S = 0.0002
-"""The last part of a wait is spun: sleep wakes late by about this much."""
-
 TRANSFER_STEP_S = 0.0005
 """While rows are moved ahead, an idle server looks after them this often."""
-
-
-class WallTime:
-    """The time that passes, seconds."""
-
-    def now(self) -> float:
-        """Seconds from some moment."""
-        return time.perf_counter()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait, waking often enough for an interrupt and exactly enough for an arrival."""
-        wake_s = time.perf_counter() + seconds
-        while (left_s := wake_s - time.perf_counter()) > 0:
-            if left_s > SPIN_S:
-                time.sleep(min(left_s - SPIN_S, LONGEST_SLEEP_S))
 
 
 class Clock:
@@ -79,7 +59,7 @@ class LiveBackend:
     Args:
         workload: where requests come from.
         node: what serves them; closed with the backend.
-        time_source: what the clock follows.
+        time_source: what the clock follows; by default what the node's does.
 
     Raises:
         BackendError: `run` before `reset`, or after `close`.
@@ -89,7 +69,7 @@ class LiveBackend:
         self, workload: Workload, node: LiveNode, time_source: WallTime | None = None
     ) -> None:
         self.workload, self.node = workload, node
-        self._time = time_source or WallTime()
+        self._time = time_source or node.time_source
         self.warmup_s = node.config.warmup_epochs * node.config.epoch_seconds
         window_s = mdp.HOT_WINDOW_EPOCHS * node.config.epoch_seconds
         self._measured = Measured(node, HotUsers(workload.persistent_users, window_s))

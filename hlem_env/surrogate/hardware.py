@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ class HardwareProfile:
         try:
             values: dict[str, Any] = json.loads(data)
             values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            return cls(**values)
+            known = {one.name for one in fields(HardwareProfile)}
+            return (NodeProfile if values.keys() - known else HardwareProfile)(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise ArtefactError(f"{name_or_path} is not a hardware profile: {error}") from error
 
@@ -112,6 +113,56 @@ class HardwareProfile:
         table["recompute_ms"] = layers * recompute
         table["append_ms"] = np.minimum(layers * append, layers * recompute)
         return table
+
+
+@dataclass(frozen=True)
+class NodeProfile(HardwareProfile):
+    """A profile calibrated on a live node (`train.calibrate`): what a batch of requests costs.
+
+        batch = overhead + (requests - 1) request + eager, unless it has a recorded graph
+                + layers x sum of the requests' compute, x mixed where some are cached and some not
+                + rows (misses over the link, lookups in memory), less what prefetch brought
+                + ahead, where it plans a prefetch
+
+    `overhead_ms` is that of a batch of one request.
+    """
+
+    request_ms: float = 0.0
+    """Each further request of a batch."""
+    graph_tokens: int = 0
+    """Requests of at most so many new tokens share a recorded graph; 0: there are no graphs."""
+    eager_ms: float = 0.0
+    """Launching a batch of several requests without one."""
+    mixed_slowdown: float = 0.0
+    """Share by which compute slows down in a batch in which some requests are cached and some not."""
+    lookup_overlaps: bool = False
+    """Looking rows up in memory and waiting for the link happen at once (an emulated link)."""
+    ahead_ms: float = 0.0
+    """Planning a prefetch, in the batch that does it."""
+    prefetch_gbps: float = 0.0
+    """Prefetch while a batch runs; 0: there is none."""
+    prefetch_tokens: int = 512
+    """New history of the next batch from which on its rows are fetched ahead."""
+    refill_gbps: float = 1e3
+    """Refill of scattered rows, as the host gets round to it, before the token bucket."""
+    jitter: tuple[float, ...] = ()
+    """Evenly spaced quantiles of a batch's time over its kind's median, where all are cached."""
+    jitter_cold: tuple[float, ...] = ()
+    """The same where some are not."""
+    fit: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
+    """Commit, machine, and how well the model fits what was measured."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("request_ms", "eager_ms", "mixed_slowdown", "ahead_ms", "prefetch_gbps"):
+            value = getattr(self, name)
+            require(value >= 0, f"profile.{name}", value, "0 or above")
+        require(self.refill_gbps > 0, "profile.refill_gbps", self.refill_gbps, "above 0")
+        for name in ("jitter", "jitter_cold"):
+            require(
+                all(value > 0 for value in getattr(self, name)), f"profile.{name}",
+                getattr(self, name), "all above 0",
+            )  # fmt: skip
 
 
 def _extrapolate(

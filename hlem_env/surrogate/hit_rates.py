@@ -40,11 +40,18 @@ Curve = Any
 
 
 @lru_cache(maxsize=512)
-def distinct_curve(rows_per_table: int, zipf: float) -> Curve:
+def distinct_curve(rows_per_table: int, zipf: float, hashed: bool = False) -> Curve:
     """The curve for one table with p(rank) ~ rank^-zipf.
 
     Ranks beyond the first 256 are binned by 2 % in rank, each with its mean probability: hit rates
     are within 1e-4 of the full sum.
+
+    Args:
+        rows_per_table: N.
+        zipf: exponent.
+        hashed: N items are hashed to N rows, so that some share one and others are never drawn. Each
+            item is in a given row with probability 1/N, so a row is untouched by x draws with
+            probability exp(-D(x) / N), D being the items' curve: D_rows(x) = N (1 - exp(-D(x) / N)).
     """
     require(rows_per_table >= 1, "rows_per_table", rows_per_table, "at least 1")
     first, count = _rank_bins(rows_per_table)
@@ -55,6 +62,9 @@ def distinct_curve(rows_per_table: int, zipf: float) -> Curve:
     decay = np.exp(-np.minimum(np.outer(x, probability), 700.0))
     rows = (-np.expm1(-np.minimum(np.outer(x, probability), 700.0))) @ count
     miss = np.minimum(decay @ (probability * count), 1.0)  # the sum of probabilities rounds
+    if hashed:
+        untouched = np.exp(-rows / rows_per_table)
+        rows, miss = -rows_per_table * np.expm1(-rows / rows_per_table), miss * untouched
     slope = miss * (x + 1.0) * np.log(2.0) / POINTS_PER_OCTAVE
     curve = np.empty(y.size, CURVE)
     curve["rows"], curve["slope"], curve["miss"] = rows, slope, miss

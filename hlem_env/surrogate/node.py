@@ -26,6 +26,7 @@ from hlem_env.eviction import recency
 from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
 from hlem_env.surrogate.hit_rates import (
+    Curve,
     distinct_curve,
     distinct_rows,
     draws_to_fill,
@@ -458,6 +459,8 @@ class NodeState(NamedTuple):
     clock: NDArray[np.void]
     now_s: float
     waiting: Requests
+    more: Any = None
+    """What a node of another kind keeps beside."""
 
 
 class SurrogateBackend:
@@ -480,7 +483,7 @@ class SurrogateBackend:
         catalogue = workload.catalogue
         most_tokens = workload.max_history_tokens + catalogue.candidates
         self._compute = hardware.compute_table(node.layers, most_tokens)
-        self._curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf)
+        self._curve = self._distinct_curve()
         typical = max(node.kv_pages(int(workload.mean_history_tokens / 2)), 1)
         entries = _ONE_OFF_SLOTS_PER_ENTRY * (node.pool_pages // typical + 1)
         self._one_off_slots = 1 << entries.bit_length()
@@ -518,15 +521,9 @@ class SurrogateBackend:
         embedding_pages = self._embedding_pages(alpha_centi)
         requests = self._queue().then(arriving)
         end_s = self._now_s + seconds
-        most = len(requests) + 1
+        most = len(requests) + max(int(self._clock["open"][0]), 1)
         outputs = (np.empty(most), np.empty(most), np.empty(most), np.empty(most, np.bool_))
-        served = _serve(
-            self._users, self._heap, self._lists, self._clock, self._curve, self._compute, self._run,
-            self._now_s, end_s, self._pool_pages - embedding_pages,
-            embedding_pages * self._rows_per_page,
-            requests.arrival_s, requests.user, requests.history_length, requests.new_items,
-            *outputs,
-        )  # fmt: skip
+        served = self._serve_requests(requests, end_s, embedding_pages, outputs)
         self._now_s = end_s
         self._waiting = requests[served:]
         return self._stats(seconds, outputs, self._waiting, alpha_centi)
@@ -553,7 +550,7 @@ class SurrogateBackend:
 
     def twin(self) -> SurrogateBackend:
         """A node of the same kind with a state of its own, empty; it shares the workload."""
-        return SurrogateBackend(self.workload, self.node, self.hardware)
+        return type(self)(self.workload, self.node, self.hardware)
 
     def save(self) -> NodeState:
         """The state at this moment: queue, caches, clock. The workload's is not part of it."""
@@ -578,8 +575,7 @@ class SurrogateBackend:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` gave."""
         self.__dict__.update(state)
-        catalogue = self.workload.catalogue
-        self._curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf)
+        self._curve = self._distinct_curve()
 
     def close(self) -> None:
         """Drop the state."""
@@ -592,6 +588,28 @@ class SurrogateBackend:
             "node": asdict(self.node),
             "hardware": self.hardware.to_json(),
         }
+
+    def _distinct_curve(self) -> Curve:
+        catalogue = self.workload.catalogue
+        return distinct_curve(catalogue.rows_per_table, catalogue.zipf)
+
+    def _serve_requests(
+        self, requests: Requests, end_s: float, embedding_pages: int, outputs: tuple[Any, ...]
+    ) -> int:
+        """Serve until `end_s`, into `outputs`: how many requests have started."""
+        return int(
+            _serve(
+                self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
+                self._run, self._now_s, end_s, self._pool_pages - embedding_pages,
+                embedding_pages * self._rows_per_page,
+                requests.arrival_s, requests.user, requests.history_length, requests.new_items,
+                *outputs,
+            )
+        )  # fmt: skip
+
+    def _prefetched_bytes(self) -> float:
+        """Of the last run: nothing is fetched ahead for waiting requests here."""
+        return 0.0
 
     def _embedding_pages(self, alpha_centi: int) -> int:
         """Pages of the pool that an alpha of so many hundredths gives to the embedding cache."""
@@ -661,7 +679,7 @@ class SurrogateBackend:
             rows_hit=clock.hits * catalogue.tables,
             computed_tokens=tokens,
             refill_bytes=clock.refill_rows * catalogue.tables * catalogue.row_bytes,
-            prefetch_bytes=0.0,
+            prefetch_bytes=self._prefetched_bytes(),
             evictions=clock.evictions,
             alpha_target=alpha_centi / 100,
             alpha_resident=rows / self._rows_per_page / pool_pages,

@@ -1,0 +1,462 @@
+"""The surrogate as a live node serves: batches, prefetch and refill as `hlem_env.live` has them.
+
+Beside the plain surrogate (`hlem_env.surrogate.node`), for a profile calibrated on a live node:
+
+    batches     all that has arrived, in order, up to the token budget; no user twice; no more KV pages
+                than there are. A batch completes as a whole. Rows are fetched once a batch.
+    rows        items are hashed to rows (`hit_rates.distinct_curve`)
+    prefetch    rows of the next batch come while a batch runs, as many as its time allows
+    refill      after a move up alone, of rows that were missed before, into free slots, under the token
+                bucket; on a CPU only while nobody waits
+    pause       neither while the last run's P99 is near the SLO
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from hlem_env.errors import BackendError, require
+from hlem_env.eviction import recency
+from hlem_env.surrogate.borrowed import borrowed
+from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile, compute_ms
+from hlem_env.surrogate.hit_rates import (
+    Curve,
+    distinct_curve,
+    distinct_rows,
+    draws_to_fill,
+    miss_probability,
+)
+from hlem_env.surrogate.node import (
+    REFILL_HEADROOM,
+    NodeConfig,
+    NodeState,
+    SurrogateBackend,
+    _begin,
+    _drop,
+    _inlined,
+    _kv_lookup,
+    _kv_pages,
+    _note_visit,
+    _sweep_hot,
+)
+from hlem_env.telemetry import EpochStats, Floats
+from hlem_env.workload.requests import Requests, Workload
+
+PAUSE_AT = 0.9
+"""Of the SLO: refill and prefetch pause from this P99 on."""
+DEMAND_HALF_LIFE_S = 0.5
+"""Of the critical misses' rate that the token bucket knows."""
+
+
+@dataclass(frozen=True)
+class BatchedNode(NodeConfig):
+    """A node that serves in batches.
+
+    Raises:
+        ArgumentError: naming the field and what is allowed.
+    """
+
+    token_budget: int = 16_384
+    """Most tokens computed in one batch; a larger request is a batch of its own."""
+    bucket_gbps: float = 50.0
+    """Link bandwidth that refill and prefetch share out."""
+    slo_ms: float = 30.0
+    refill_while_idle: bool = False
+    """Rows are refilled only while nobody waits: the host's thread computes, too."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("token_budget", "bucket_gbps", "slo_ms"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+
+
+_BATCHING = np.dtype(
+    [
+        # constants
+        ("token_budget", "i8"),
+        ("request_ms", "f8"),
+        ("graph_tokens", "i8"),
+        ("eager_ms", "f8"),
+        ("mixed_slowdown", "f8"),
+        ("lookup_overlaps", "i8"),
+        ("ahead_ms", "f8"),
+        ("prefetch_tokens", "i8"),
+        ("prefetch_rows_per_s", "f8"),  # rows: of one table, here and below
+        ("refill_rows_per_s", "f8"),
+        ("bucket_rows_per_s", "f8"),
+        ("refill_while_idle", "i8"),
+        # of a run
+        ("paused", "i8"),
+        # state
+        ("refill_left", "f8"),  # rows wanted for new pages
+        ("refilled_until_s", "f8"),
+        ("demand_rows_per_s", "f8"),
+        ("demand_at_s", "f8"),
+        ("ahead_rows", "f8"),  # missing rows that the next batch finds fetched
+        ("prefetched_rows", "f8"),  # of the run
+        ("serial", "i8"),  # batches so far
+    ]
+)
+
+_OPEN = np.dtype(
+    [
+        ("arrival_s", "f8"),
+        ("service_ms", "f8"),
+        ("hits", "f8"),
+        ("history", "i8"),
+        ("reused", "i8"),
+        ("tokens", "i8"),
+        ("slot", "i8"),
+        ("again", "f8"),
+        ("hot", "i1"),
+    ]
+)
+"""A request of the batch that runs."""
+
+
+@_inlined
+def _slot_of(run, user):  # type: ignore[no-untyped-def]
+    if user >= run.persistent_users:
+        return run.persistent_users + ((user - run.persistent_users) & run.one_off_mask)
+    return user
+
+
+@_inlined
+def _reusable(users, run, user_id, length, new):  # type: ignore[no-untyped-def]
+    """Tokens whose K and V a request that waits would reuse now."""
+    if user_id >= run.persistent_users:
+        return 0
+    user = users[user_id]
+    return 0 if user.length > length - new else min(user.cached, length)
+
+
+@_inlined
+def _batch_size(users, run, batching, user_ids, lengths, new_items, first, arrived):  # type: ignore[no-untyped-def]
+    """Requests of the next batch, from `first` on, of those before `arrived`: at least one."""
+    tokens, pages, count = 0, 0, 0
+    for i in range(first, arrived):
+        cached = _reusable(users, run, user_ids[i], lengths[i], new_items[i])
+        tokens += lengths[i] - cached + run.candidates
+        held = 0 if user_ids[i] >= run.persistent_users else users[user_ids[i]].pages
+        wanted = _kv_pages(lengths[i], run)
+        wanted = max(wanted, held) if wanted <= run.kv_capacity else held
+        if count > 0:
+            if tokens > batching.token_budget or pages + wanted > run.kv_capacity:
+                break
+            twice = False
+            for j in range(first, i):
+                twice |= user_ids[j] == user_ids[i]
+            if twice:
+                break
+        pages += wanted
+        count += 1
+    return count
+
+
+@_inlined
+def _refill(clock, curve, run, batching, start_s, full):  # type: ignore[no-untyped-def]
+    """Warm free slots with rows missed before, by what time and token bucket allowed since last time."""
+    since_s = batching.refilled_until_s
+    if batching.refill_while_idle:
+        since_s = max(since_s, clock.server_free_s)
+    seconds = max(start_s - since_s, 0.0)
+    batching.refilled_until_s = start_s
+    if batching.refill_left <= 0.0 or batching.paused or clock.reach >= full:
+        return
+    keep = 0.5 ** ((start_s - batching.demand_at_s) / DEMAND_HALF_LIFE_S)
+    budget = batching.bucket_rows_per_s - keep * batching.demand_rows_per_s
+    rate = min(batching.refill_rows_per_s, max(budget, 0.0))
+    held = distinct_rows(curve, clock.reach)
+    known = distinct_rows(curve, min(clock.draws, full))
+    rows = min(min(rate * seconds, batching.refill_left), known - held)
+    if rows > 0.0:
+        clock.refill_rows += rows
+        batching.refill_left -= rows
+        clock.reach = min(draws_to_fill(curve, held + rows), full)
+    elif known <= held:
+        batching.refill_left = 0.0
+
+
+@_inlined
+def _observe_demand(batching, now_s, rows):  # type: ignore[no-untyped-def]
+    seconds = max(now_s - batching.demand_at_s, 1e-6)
+    keep = 0.5 ** (seconds / DEMAND_HALF_LIFE_S)
+    rate = rows / seconds
+    batching.demand_rows_per_s = keep * batching.demand_rows_per_s + (1.0 - keep) * rate
+    batching.demand_at_s = now_s
+
+
+@_inlined
+def _pick(serial, n):  # type: ignore[no-untyped-def]
+    """A place in [0, n) by a hash of the batch's number (SplitMix64's last step)."""
+    x = np.uint64(serial) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.int64((x ^ (x >> np.uint64(31))) % np.uint64(n))
+
+
+@_inlined
+def _complete(clock, opened, latency_ms, service_ms, arrival_s, is_hot):  # type: ignore[no-untyped-def]
+    """Count the requests of the batch that ran: it has completed."""
+    for k in range(clock.open):
+        one, i = opened[k], clock.completed
+        latency_ms[i] = 1000.0 * (clock.server_free_s - one.arrival_s)
+        service_ms[i] = one.service_ms
+        arrival_s[i] = one.arrival_s
+        is_hot[i] = one.hot != 0
+        clock.history += one.history
+        clock.reused += one.reused
+        clock.hits += one.hits
+        clock.completed = i + 1
+    clock.open = 0
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _serve_batches(  # type: ignore[no-untyped-def]
+    users, heap, lists, clocks, curve, compute, runs, batchings, opened, jitter, jitter_cold,
+    begin_s, end_s, kv_capacity, rows_capacity,
+    arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot,
+):  # fmt: skip
+    """Serve until the first batch that would start at or after the end; returns the requests started."""
+    users, heap, lists = borrowed(users), borrowed(heap), borrowed(lists)
+    curve, compute, opened = borrowed(curve), borrowed(compute), borrowed(opened)
+    clock, run, batching = clocks[0], runs[0], batchings[0]
+    run.begin_s, run.end_s = begin_s, end_s
+    run.kv_capacity, run.rows_capacity = kv_capacity, rows_capacity
+    full = _begin(users, heap, clock, curve, run)
+    batching.prefetched_rows = 0.0
+    if clock.open and clock.server_free_s <= run.end_s:
+        _complete(clock, opened, latency_ms, service_out, arrival_out, is_hot)
+    first = arrived = 0
+    while first < arrivals.size:
+        start_s = max(arrivals[first], clock.server_free_s)
+        if start_s >= run.end_s:
+            break
+        arrived = max(arrived, first)
+        while arrived < arrivals.size and arrivals[arrived] <= start_s:
+            arrived += 1
+        count = _batch_size(users, run, batching, user_ids, lengths, new_items, first, arrived)
+        count = min(count, opened.size)
+        _refill(clock, curve, run, batching, start_s, full)
+
+        # Every visit counts before any decides who is stored.
+        for k in range(count):
+            i = first + k
+            one, slot = opened[k], _slot_of(run, user_ids[i])
+            user = users[slot]
+            one.hot = 0
+            if user_ids[i] >= run.persistent_users:
+                if user.pages > 0:
+                    _drop(user, clock)
+                    clock.evictions += 1
+                user.score, user.length = 0.0, 0
+            else:
+                one.hot = _note_visit(user, lists, clock, slot, arrivals[i], run.hot_window_s)
+            weight = np.exp2((arrivals[i] - clock.origin_s) / run.half_life_s)
+            user.score = recency.touch(run.policy, user.score, arrivals[i], weight)
+            one.slot, one.arrival_s = slot, arrivals[i]
+            one.reused = _reusable(users, run, user_ids[i], lengths[i], new_items[i])
+        some_cached = some_not = False
+        total, longest_new = 0, 0
+        compute_total = fresh = again = 0.0
+        reach = clock.reach
+        for k in range(count):
+            i = first + k
+            one = opened[k]
+            length, new = lengths[i], new_items[i]
+            _kv_lookup(users, heap, lists, clock, run, one.slot, length, new)
+            tokens = length - one.reused + run.candidates
+            compute_total += compute_ms(compute, run.append_tokens, tokens, length + run.candidates)
+            some_cached |= one.reused > 0
+            some_not |= one.reused == 0
+            longest_new = max(longest_new, tokens)
+            one.history, one.tokens, one.again = length, tokens, 0.0
+            total += tokens
+            mine = float(tokens)
+            if one.reused == 0 and user_ids[i] < run.persistent_users:
+                user = users[one.slot]
+                age = clock.draws - user.read_at
+                if age < reach:
+                    one.again = float(length - new)
+                    mine -= one.again
+                    clock.draws += one.again * age / reach
+                user.read_at = clock.draws + fresh + mine
+            fresh += mine
+            again += one.again
+
+        missing = miss_probability(curve, reach)
+        missed = distinct_rows(curve, reach + fresh) - distinct_rows(curve, reach)
+        ahead = min(batching.ahead_rows, missed)
+        batching.ahead_rows = 0.0
+        # Lookups of a fetched row hit, and each missed row stands for as many as the average one.
+        hit_by_ahead = ahead / missed * fresh * missing if missed > 0.0 else 0.0
+        missed -= ahead
+        clock.draws += fresh
+        clock.missed_rows += missed
+        if reach < full:
+            clock.reach = min(reach + fresh, full)
+        found = again + fresh * (1.0 - missing) + hit_by_ahead
+        missed_ms = run.tables * missed * run.missed_row_ms
+        if batching.lookup_overlaps:
+            rows_ms = max(run.tables * total * run.resident_row_ms, missed_ms)
+        else:
+            slow = 1.0
+            if batching.refill_left > 0.0 and clock.reach < full and not batching.paused:
+                slow += run.refill_slowdown
+            rows_ms = missed_ms * slow + run.tables * found * run.resident_row_ms
+        _observe_demand(batching, start_s, missed)
+
+        if some_cached and some_not:
+            compute_total *= 1.0 + batching.mixed_slowdown
+        batch_ms = run.overhead_ms + batching.request_ms * (count - 1) + compute_total + rows_ms
+        if count > 1 and longest_new > batching.graph_tokens and batching.graph_tokens > 0:
+            batch_ms += batching.eager_ms
+        behind = first + count
+        if batching.prefetch_rows_per_s > 0.0 and arrived > behind and not batching.paused:
+            following = _batch_size(
+                users, run, batching, user_ids, lengths, new_items, behind, arrived
+            )
+            new_history, wanted = 0, 0.0
+            for i in range(behind, behind + following):
+                cached = _reusable(users, run, user_ids[i], lengths[i], new_items[i])
+                new_history += lengths[i] - cached
+                wanted += lengths[i] - cached + run.candidates
+            if new_history >= batching.prefetch_tokens:
+                # What the batch itself read is resident by then.
+                least = distinct_rows(curve, clock.reach)
+                wanted = distinct_rows(curve, clock.reach + wanted) - least
+                time_s = max(1e-3 * (batch_ms - rows_ms), 0.0)
+                rate = min(batching.prefetch_rows_per_s, batching.bucket_rows_per_s)
+                batching.ahead_rows = min(wanted, rate * time_s)
+                batching.prefetched_rows += batching.ahead_rows
+                batch_ms += batching.ahead_ms
+        batching.serial += 1
+        if some_not and jitter_cold.size > 0:
+            batch_ms *= jitter_cold[_pick(batching.serial, jitter_cold.size)]
+        elif not some_not and jitter.size > 0:
+            batch_ms *= jitter[_pick(batching.serial, jitter.size)]
+
+        done_s = start_s + 1e-3 * batch_ms
+        for k in range(count):
+            one = opened[k]
+            one.service_ms = batch_ms * one.tokens / total
+            one.hits = found * one.tokens / total
+        clock.server_free_s = done_s
+        clock.busy_s += min(done_s, run.end_s) - start_s
+        clock.open, clock.open_arrival_s = count, arrivals[first]
+        first = behind
+        if done_s <= run.end_s:
+            _complete(clock, opened, latency_ms, service_out, arrival_out, is_hot)
+    _sweep_hot(users, lists, clock, run)
+    return first
+
+
+class BatchedBackend(SurrogateBackend):
+    """A node that serves in batches, simulated request by request.
+
+    Args:
+        workload: where requests come from.
+        node: pool, KV layout, batches and policies.
+        hardware: calibrated on a live node.
+    """
+
+    node: BatchedNode
+    hardware: NodeProfile
+
+    def __init__(self, workload: Workload, node: NodeConfig, hardware: HardwareProfile) -> None:
+        if not (isinstance(node, BatchedNode) and isinstance(hardware, NodeProfile)):
+            raise BackendError("batches need a BatchedNode and a profile calibrated on a live node")
+        super().__init__(workload, node, hardware)
+        candidates = max(workload.catalogue.candidates, 1)
+        self._most = node.token_budget // candidates + 1
+        self._jitter = np.array(hardware.jitter, np.float64)
+        self._jitter_cold = np.array(hardware.jitter_cold, np.float64)
+
+    def empty(self) -> None:
+        """Empty queue and caches; the clock stands before the warm-up."""
+        super().empty()
+        node, hardware, catalogue = self.node, self.hardware, self.workload.catalogue
+        rows = 1e9 / (catalogue.row_bytes * catalogue.tables)
+        batching = np.zeros(1, _BATCHING)
+        for name, value in {
+            "token_budget": node.token_budget,
+            "request_ms": hardware.request_ms,
+            "graph_tokens": hardware.graph_tokens,
+            "eager_ms": hardware.eager_ms,
+            "mixed_slowdown": hardware.mixed_slowdown,
+            "lookup_overlaps": hardware.lookup_overlaps,
+            "ahead_ms": hardware.ahead_ms,
+            "prefetch_tokens": hardware.prefetch_tokens,
+            "prefetch_rows_per_s": hardware.prefetch_gbps * rows,
+            "refill_rows_per_s": hardware.refill_gbps * rows,
+            "bucket_rows_per_s": (1 - REFILL_HEADROOM) * node.bucket_gbps * rows,
+            "refill_while_idle": node.refill_while_idle,
+            "refilled_until_s": self._now_s,
+            "demand_at_s": self._now_s,
+        }.items():
+            batching[name] = value
+        self._batching = batching
+        self._opened = np.zeros(self._most, _OPEN)
+        self._pages_before = 0
+        self._last_p99_ms = 0.0
+
+    def serve(self, arriving: Requests, alpha_centi: int, seconds: float) -> EpochStats:
+        """Like `run`, with the requests that arrive given instead of taken from the workload."""
+        pages = self._embedding_pages(alpha_centi)
+        moved, self._pages_before = pages - self._pages_before, pages
+        if self.node.refill and moved > 0:
+            self._batching["refill_left"] = moved * self._rows_per_page
+            self._batching["refilled_until_s"] = self._now_s
+        self._batching["paused"] = self._last_p99_ms >= PAUSE_AT * self.node.slo_ms
+        stats = super().serve(arriving, alpha_centi, seconds)
+        self._last_p99_ms = stats.p99_ms
+        return stats
+
+    def hold(self, requests: Requests, alpha_centi: int, seconds: float, epochs: int) -> Floats:
+        """As `SurrogateBackend.hold`, epoch by epoch."""
+        begin_s, p99_ms, first = self._now_s, np.empty(epochs), 0
+        for epoch in range(epochs):
+            last = int(requests.arrival_s.searchsorted(begin_s + (epoch + 1) * seconds))
+            p99_ms[epoch] = self.serve(requests[first:last], alpha_centi, seconds).p99_ms
+            first = last
+        self._waiting = None
+        return p99_ms
+
+    def save(self) -> NodeState:
+        """The state at this moment: queue, caches, clock. The workload's is not part of it."""
+        more = (self._batching.copy(), self._opened.copy(), self._pages_before, self._last_p99_ms)
+        return super().save()._replace(more=more)
+
+    def restore(self, state: NodeState) -> None:
+        """Go back to a saved state of this node or a twin."""
+        super().restore(state)
+        batching, opened, self._pages_before, self._last_p99_ms = state.more
+        self._batching[:], self._opened[:] = batching, opened
+
+    def _serve_requests(
+        self, requests: Requests, end_s: float, embedding_pages: int, outputs: tuple[Any, ...]
+    ) -> int:
+        return int(
+            _serve_batches(
+                self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
+                self._run, self._batching, self._opened, self._jitter, self._jitter_cold,
+                self._now_s, end_s, self._pool_pages - embedding_pages,
+                embedding_pages * self._rows_per_page,
+                requests.arrival_s, requests.user, requests.history_length, requests.new_items,
+                *outputs,
+            )
+        )  # fmt: skip
+
+    def _distinct_curve(self) -> Curve:
+        catalogue = self.workload.catalogue
+        return distinct_curve(catalogue.rows_per_table, catalogue.zipf, hashed=True)
+
+    def _prefetched_bytes(self) -> float:
+        catalogue = self.workload.catalogue
+        rows: NDArray[np.float64] = self._batching["prefetched_rows"]
+        return float(rows[0]) * catalogue.tables * catalogue.row_bytes

@@ -1,0 +1,327 @@
+# mypy: disallow-untyped-calls=False
+"""What batches of every kind take on a live node: the measurements that a profile is fitted to.
+
+One list of samples for each model depth. Kinds differ in what the fit has to tell apart: nothing cached
+and rows missing (cold), nothing cached and rows resident (again), all but a few tokens cached (hot),
+a longer piece that is new (delta), several requests (hot, cold), some of each (mixed), a next batch that
+waits (ahead), rows moved meanwhile (refill). Every batch starts on an idle device.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hlem_env.live.config import LiveConfig
+from hlem_env.live.node import LiveNode
+from hlem_env.live.serving import LiveBackend
+from hlem_env.live_scenario import live_workload
+from hlem_env.scenario import Scenario
+from hlem_env.workload.requests import Requests
+
+USERS = 1 << 16
+"""Who may come back."""
+ALPHAS_CENTI = (10, 50)
+LENGTHS = (0.25, 0.5, 1.0)
+"""Of the mean history; the longest possible comes beside."""
+HOT_TOGETHER = (1, 2, 4, 8, 16)
+DELTAS = (0.03, 0.1, 0.3)
+"""Of the history, new since the last visit."""
+MIXED = (1, 4)
+"""Cached requests beside one of which nothing is."""
+MOST_WARMING = 400
+LIGHT_LOAD = 0.15
+"""Of the preset's rate, for the time that the serving loop adds to a batch."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One batch."""
+
+    kind: str
+    alpha: float
+    history: list[int]
+    cached: list[int]
+    missed_rows: int
+    """Distinct rows that came over the link."""
+    hit_rows: int
+    """Lookups, of all tables, that found their row resident."""
+    ahead: bool
+    """Whether the next batch was known and large enough for a prefetch."""
+    refilling: bool
+    prefetch_bytes: int
+    ms: float
+
+
+class Bench:
+    """Batches on demand, timed one at a time.
+
+    Args:
+        node: under plain LRU, so that whoever came last is cached.
+    """
+
+    def __init__(self, node: LiveNode) -> None:
+        self.node, self.config = node, node.config
+        self.samples: list[Sample] = []
+        self._now_s = 0.0
+        self._next_user = 0
+        self.alpha_centi = -1
+        node.reset(USERS)
+
+    def move(self, alpha_centi: int) -> None:
+        """Move alpha and fill the embedding cache with rows of users who come once."""
+        self.node.move(alpha_centi)
+        self.node.refill.refill(0)
+        self.alpha_centi = alpha_centi
+        length = round(self.config.mean_history_tokens)
+        for _ in range(MOST_WARMING):
+            self.execute(self.cold([length]))
+            cache = self.node.embedding
+            if cache.resident_rows >= 0.98 * cache.capacity_rows:
+                break
+
+    def cold(self, lengths: list[int]) -> Requests:
+        """Users whom nobody has seen."""
+        first = self._next_user
+        self._next_user = (first + len(lengths)) % (USERS - 64)
+        if self._next_user < first:  # the first ones again: their windows have to go
+            self.node.reset(USERS)
+        return self.requests(first + np.arange(len(lengths)), lengths, lengths)
+
+    def hot(self, lengths: list[int], new: int) -> Requests:
+        """Users whose histories are cached but for `new` tokens, after the visit that does it."""
+        lengths = [max(length - new, 1) for length in lengths]
+        users = []
+        for length in lengths:
+            one = self.cold([length])
+            users += one.user.tolist()
+            self.execute(one)
+        grown = [length + new for length in lengths]
+        return self.requests(np.array(users), grown, [new] * len(users))
+
+    def again(self, length: int) -> Requests:
+        """A user whose rows were just read and whose history was edited since: nothing is cached."""
+        one = self.cold([length + 1])
+        self.execute(one)
+        return self.requests(one.user, [length], [0])
+
+    def requests(self, users: NDArray[Any], lengths: list[int], new: list[int]) -> Requests:
+        """A batch."""
+        return Requests(
+            np.full(len(lengths), self._now_s), np.asarray(users, np.int64),
+            np.array(lengths, np.int32), np.array(new, np.int32),
+        )  # fmt: skip
+
+    def execute(self, requests: Requests, waiting: Requests | None = None) -> Any:
+        """Run a batch, a millisecond of the workload's clock after the last."""
+        self._now_s += 1e-3
+        following = requests[:0] if waiting is None else waiting
+        return self.node.execute(requests, following, self._now_s)
+
+    def time(self, kind: str, requests: Requests, waiting: Requests | None = None) -> Sample:
+        """Run a batch from an idle device to its completion, and note what it took."""
+        node = self.node
+        before = node.embedding.counters()
+        node.take_ahead_bytes()
+        refilling = node.refill.refilling
+        self._idle()
+        start_s = time.perf_counter()
+        done = self.execute(requests, waiting)
+        ms = 1e3 * (time.perf_counter() - start_s)
+        self._idle()
+        count = node.embedding.counters() - before
+        sample = Sample(
+            kind=kind,
+            alpha=self.alpha_centi / 100,
+            history=requests.history_length.tolist(),
+            cached=done.reused.tolist(),
+            missed_rows=count.unique_misses,
+            hit_rows=count.hit,
+            ahead=waiting is not None,
+            refilling=refilling,
+            prefetch_bytes=node.take_ahead_bytes().prefetch,
+            ms=ms,
+        )
+        self.samples.append(sample)
+        return sample
+
+    def _idle(self) -> None:
+        if self.node.device.type == "cuda":
+            torch.cuda.synchronize(self.node.device)
+
+
+def lengths_of(config: LiveConfig) -> list[int]:
+    """Histories to measure, tokens."""
+    some = [round(share * config.mean_history_tokens) for share in LENGTHS]
+    return sorted({*some, round(0.95 * config.max_history_tokens)})
+
+
+def run_kinds(bench: Bench, repeats: int) -> None:
+    """Every kind of batch at every length and alpha."""
+    config = bench.config
+    for alpha_centi in ALPHAS_CENTI:
+        bench.move(alpha_centi)
+        for _ in range(repeats):  # in turns: a machine's slow seconds fall on all kinds
+            for length in lengths_of(config):
+                _one_round(bench, length)
+
+
+def _one_round(bench: Bench, length: int) -> None:
+    config = bench.config
+    bench.time("cold", bench.cold([length]))
+    bench.time("again", bench.again(length))
+    following = bench.cold([length])
+    bench.time("ahead", bench.cold([length]), following)
+    bench.time("after", following)
+    for n in HOT_TOGETHER:
+        bench.time(f"hot {n}", bench.hot([length] * n, config.new_items))
+    for share in DELTAS:
+        bench.time(f"delta {share}", bench.hot([length], max(round(share * length), 1)))
+    if 2 * (length + config.candidates) <= config.token_budget:
+        bench.time("cold 2", bench.cold([length] * 2))
+    if length + 5 * config.candidates <= config.token_budget:
+        for n in MIXED:
+            cached = bench.hot([length] * n, config.new_items)
+            bench.time(f"mixed {n}", cached.then(bench.cold([length])))
+
+
+def run_refill(bench: Bench, seconds: float) -> dict[str, float]:
+    """Cold batches beside refill without a bucket, and refill alone: its rate in GB/s.
+
+    On a CPU rows move while nobody waits alone.
+    """
+    node, length = bench.node, round(bench.config.mean_history_tokens)
+    refill, bucket = node.refill, node.refill.bucket
+    refill.bucket = refill.slo_ms = None
+    rates = {}
+    for name in ("busy", "idle") if node.device.type == "cuda" else ("idle",):
+        bench.move(10)
+        node.move(60)
+        refill.refill(0)
+        free = node.embedding.capacity_rows - node.embedding.resident_rows
+        seed = torch.Generator(node.device).manual_seed(1)
+        some = torch.randint(
+            node.tables.n_rows, (free,), generator=seed, device=node.device, dtype=torch.int64
+        )
+        node.take_ahead_bytes()
+        refill.insert(some)
+        start_s = time.perf_counter()
+        while refill.refilling and time.perf_counter() - start_s < seconds:
+            if name == "busy":
+                bench.time("cold", bench.cold([length]))
+            else:
+                bench._now_s += 0.5e-3
+                node.idle(bench._now_s)
+                time.sleep(0.5e-3)
+        moved = node.refill.refill_bytes
+        rates[name] = moved / (time.perf_counter() - start_s) / 1e9
+        refill.refill(0)
+        node.reset(USERS)
+        refill = node.refill
+        refill.bucket = refill.slo_ms = None
+    refill.bucket, refill.slo_ms = bucket, node.config.slo_ms
+    return rates
+
+
+def bandwidths(node: LiveNode, repeats: int = 10) -> dict[str, float]:
+    """Rates in GB/s: rows read from the host tables, rows in device memory, a copy in one piece; and
+    the time of a lookup of resident rows, nanoseconds a key.
+    """
+    device, tables = node.device, node.tables
+    n = min(100_000, tables.n_rows // 4)
+    generator = torch.Generator(device).manual_seed(2)
+
+    def draw() -> torch.Tensor:
+        rows = torch.randint(tables.n_rows, (n,), generator=generator, device=device)
+        return rows.sort().values
+
+    def best(run: Any) -> float:
+        times = []
+        for _ in range(repeats + 2):
+            prepared = draw()
+            _synchronise(device)
+            start_s = time.perf_counter()
+            run(prepared)
+            _synchronise(device)
+            times.append(time.perf_counter() - start_s)
+        return float(np.median(times[2:]))
+
+    n_bytes = n * tables.row_bytes
+    host_s = best(node.embedding._fetch)
+    slab = node.embedding.state.slab
+    hbm_s = best(lambda rows: slab[rows % len(slab)])
+    whole = tables.rows[: min(4 * n, tables.n_rows)]
+    link_s = best(lambda rows: whole.to(device, copy=True))
+    node.reset(USERS)
+    node.move(50)
+    node.refill.refill(0)
+    link, node.embedding.emulated_link_gbps = node.embedding.emulated_link_gbps, None
+    few = min(n, node.embedding.capacity_rows // 2)
+    keys = draw()[:few]
+    node.embedding.lookup(keys, 0.0)
+    key_ns = {}
+    for size in (few // 8, few):
+        seconds = best(lambda rows, size=size: node.embedding.lookup(keys[:size], 0.0))
+        key_ns[size] = 1e9 * seconds
+    node.embedding.emulated_link_gbps = link
+    node.reset(USERS)
+    slope = (key_ns[few] - key_ns[few // 8]) / (few - few // 8)
+    return {
+        "gather_gbps": n_bytes / host_s / 1e9,
+        "hbm_gbps": 2 * n_bytes / hbm_s / 1e9,
+        "link_gbps": whole.numel() * whole.itemsize / link_s / 1e9,
+        "lookup_ns_per_key": max(slope, 0.0),
+    }
+
+
+def loop_overhead_ms(node: LiveNode, seconds: float) -> dict[str, float]:
+    """What arrival to completion has beyond a batch's own time, for requests that met an idle server."""
+    config = node.config
+    scenario = Scenario(steady_hot_share=0.3, utilisation=LIGHT_LOAD * config.utilisation)
+    backend = LiveBackend(live_workload(scenario, config, node.entries_in_pool, 1.0), node)
+    backend.reset(1)
+    backend.run(30, backend.warmup_s / 4)
+    stats = backend.run(30, seconds)
+    more = np.sort(stats.latency_ms - stats.service_ms)
+    return {
+        "median_ms": float(np.percentile(more, 40)) if more.size else 0.0,
+        "requests": float(more.size),
+        "utilisation": stats.utilisation,
+    }
+
+
+def measure(node: LiveNode, repeats: int, seconds: float) -> dict[str, Any]:
+    """All of one node, as plain values.
+
+    Args:
+        node: of the wanted depth, under plain LRU.
+        repeats: of each kind at each length and alpha.
+        seconds: for each of refill and the serving loop.
+    """
+    bench = Bench(node)
+    run_kinds(bench, repeats)
+    node.reset(USERS)
+    rates = run_refill(bench, seconds)
+    return {
+        "preset": node.config.to_json(),
+        "samples": [asdict(sample) for sample in bench.samples],
+        "refill_gbps": rates,
+        "bandwidths": bandwidths(node),
+        "loop": loop_overhead_ms(node, seconds),
+        "probe_ms": node.probe_ms(),
+    }
+
+
+def at_depth(config: LiveConfig, layers: int) -> LiveConfig:
+    """The preset with another number of layers."""
+    return replace(config, layers=layers)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
