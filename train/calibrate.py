@@ -30,6 +30,7 @@ from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
+from hlem_env.live.time_source import CpuTime, WallTime
 from hlem_env.live_scenario import live_workload
 from hlem_env.machine import command, git_revision, machine, write_result
 from hlem_env.scenario import Scenario
@@ -174,7 +175,7 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
             break
         layers = missing.pop(0)
         began_s = time.perf_counter()
-        node = LiveNode(at_depth(config, layers), "lru", tables)
+        node = LiveNode(at_depth(config, layers), "lru", tables, time_source(config))
         try:
             tables = node.tables
             measured = measure(node, args.repeats, args.rate_seconds)
@@ -212,6 +213,11 @@ def write_profile(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> No
           f" {100 * quality['p90_relative_residual']:.1f} %, largest"
           f" {100 * quality['largest_relative_residual']:.1f} %")  # fmt: skip
     print(json.dumps(quality["by_kind"]))
+
+
+def time_source(config: LiveConfig) -> WallTime:
+    """Wall time on a GPU, CPU time on a CPU: what else runs there is no property of the node."""
+    return WallTime() if config.device == "cuda" else CpuTime()
 
 
 def device_name(config: LiveConfig) -> str:

@@ -230,8 +230,9 @@ def _slowdown(pairs: list[tuple[float, float]]) -> float:
 
 
 def _prefetch_gbps(raw: Sequence[Mapping[str, Any]]) -> float:
-    """Bytes brought ahead over the time of the batches that ran meanwhile, of the longest histories:
-    shorter ones may have had all that they wanted.
+    """Bytes brought ahead over the time of the batches that ran meanwhile.
+
+    Of the longest histories: shorter ones may have had all that they wanted.
     """
     rates = []
     for depth in raw:

@@ -9,7 +9,6 @@ waits (ahead), rows moved meanwhile (refill). Every batch starts on an idle devi
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
-from hlem_env.live.serving import LiveBackend
+from hlem_env.live.serving import TRANSFER_STEP_S, LiveBackend
 from hlem_env.live_scenario import live_workload
 from hlem_env.scenario import Scenario
 from hlem_env.workload.requests import Requests
@@ -130,10 +129,10 @@ class Bench:
         node.take_ahead_bytes()
         refilling = node.refill.refilling
         self._idle()
-        start_s = time.perf_counter()
+        start_s = node.time_source.now()
         done = self.execute(requests, waiting)
-        ms = 1e3 * (time.perf_counter() - start_s)
         self._idle()
+        ms = 1e3 * (node.time_source.now() - start_s)
         count = node.embedding.counters() - before
         sample = Sample(
             kind=kind,
@@ -178,14 +177,16 @@ def _one_round(bench: Bench, length: int) -> None:
     following = bench.cold([length])
     bench.time("ahead", bench.cold([length]), following)
     bench.time("after", following)
-    for n in HOT_TOGETHER:
+    pages = bench.node.kv.layout.pages(np.array([length]), bench.node.kv.blocks_per_page)
+    together = 0.8 * bench.node.kv.capacity_pages / int(pages[0])
+    for n in (n for n in HOT_TOGETHER if n <= together):
         bench.time(f"hot {n}", bench.hot([length] * n, config.new_items))
     for share in DELTAS:
         bench.time(f"delta {share}", bench.hot([length], max(round(share * length), 1)))
     if 2 * (length + config.candidates) <= config.token_budget:
         bench.time("cold 2", bench.cold([length] * 2))
     if length + 5 * config.candidates <= config.token_budget:
-        for n in MIXED:
+        for n in (n for n in MIXED if n + 1 <= together):
             cached = bench.hot([length] * n, config.new_items)
             bench.time(f"mixed {n}", cached.then(bench.cold([length])))
 
@@ -210,16 +211,16 @@ def run_refill(bench: Bench, seconds: float) -> dict[str, float]:
         )
         node.take_ahead_bytes()
         refill.insert(some)
-        start_s = time.perf_counter()
-        while refill.refilling and time.perf_counter() - start_s < seconds:
+        source = node.time_source
+        start_s = source.now()
+        while refill.refilling and source.now() - start_s < seconds:
             if name == "busy":
                 bench.time("cold", bench.cold([length]))
             else:
-                bench._now_s += 0.5e-3
-                node.idle(bench._now_s)
-                time.sleep(0.5e-3)
+                node.idle(source.now())
+                source.sleep(TRANSFER_STEP_S)
         moved = node.refill.refill_bytes
-        rates[name] = moved / (time.perf_counter() - start_s) / 1e9
+        rates[name] = moved / (source.now() - start_s) / 1e9
         refill.refill(0)
         node.reset(USERS)
         refill = node.refill
@@ -229,8 +230,9 @@ def run_refill(bench: Bench, seconds: float) -> dict[str, float]:
 
 
 def bandwidths(node: LiveNode, repeats: int = 10) -> dict[str, float]:
-    """Rates in GB/s: rows read from the host tables, rows in device memory, a copy in one piece; and
-    the time of a lookup of resident rows, nanoseconds a key.
+    """Rates of rows from the host tables, rows in device memory, and a copy in one piece; lookups.
+
+    GB/s each; a lookup's time is of a resident row, in nanoseconds.
     """
     device, tables = node.device, node.tables
     n = min(100_000, tables.n_rows // 4)
@@ -245,10 +247,10 @@ def bandwidths(node: LiveNode, repeats: int = 10) -> dict[str, float]:
         for _ in range(repeats + 2):
             prepared = draw()
             _synchronise(device)
-            start_s = time.perf_counter()
+            start_s = node.time_source.now()
             run(prepared)
             _synchronise(device)
-            times.append(time.perf_counter() - start_s)
+            times.append(node.time_source.now() - start_s)
         return float(np.median(times[2:]))
 
     n_bytes = n * tables.row_bytes

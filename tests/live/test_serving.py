@@ -10,7 +10,8 @@ import pytest
 from hlem_env.errors import ArgumentError, BackendError
 from hlem_env.live.node import AheadBytes, Executed
 from hlem_env.live.pool import Pool
-from hlem_env.live.serving import LiveBackend, WallTime
+from hlem_env.live.serving import LiveBackend
+from hlem_env.live.time_source import WallTime
 from hlem_env.workload.requests import Requests
 
 
