@@ -1,0 +1,290 @@
+"""The same requests through a live node and the surrogate: `python -m eval.sim_to_real --preset h100`.
+
+Pieces of alpha x regime x model depth, each from empty caches, a file each; `--seconds` is the time of
+this run, and another one goes on where it ended. When all are there, or with `--report`, the surrogate
+serves the same requests with the profile of `train.calibrate`, and the two are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from eval.pieces import Piece, Slice, time_left
+from eval.sim_to_real_report import compare, draw, print_tables
+from hlem_env.backend import Backend
+from hlem_env.command_line import run_command
+from hlem_env.errors import require
+from hlem_env.live.config import LiveConfig
+from hlem_env.live.host_tables import HostTables
+from hlem_env.live.node import LiveNode
+from hlem_env.live.serving import LiveBackend
+from hlem_env.live.time_source import CpuTime, WallTime
+from hlem_env.live_scenario import live_workload, surrogate_twin
+from hlem_env.machine import command, write_result
+from hlem_env.scenario import Scenario
+from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
+from hlem_env.telemetry import EpochStats
+
+CLOCKS = {"wall": WallTime, "cpu": CpuTime}
+START_S = 75.0
+"""That a node needs before its first piece."""
+
+
+@dataclass
+class Args:
+    """P99, hit rates and best alpha of a live node beside the surrogate's."""
+
+    preset: str = "cpu-small"
+    """live preset, or the path of one"""
+    records: Path = Path("runs/sim-to-real")
+    """folder of the pieces"""
+    seconds: float = 480.0
+    """of this run"""
+    layers: tuple[int, ...] = ()
+    """model depths; by default the preset's, then half of it"""
+    regimes: tuple[str, ...] = ("steady", "trend", "burst")
+    alphas: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    """embedding shares, multiples of 0.01"""
+    kv_policy: str = "scan_resistant"
+    """or lru"""
+    repeats: int = 1
+    """seeds; two tell the live node's own noise"""
+    load: float = 0.85
+    """factor on the preset's request rate"""
+    epoch_seconds: float | None = None
+    """by default at most 1"""
+    settle_epochs: int = 2
+    """after the warm-up, not measured"""
+    epochs: int = 20
+    """measured"""
+    clock: str = "auto"
+    """wall; cpu: CPU time of the node's thread, so that others' work does not count; auto: cpu on a CPU"""
+    profile: str = ""
+    """hardware profile, or the path of one; by default PRESET-live"""
+    report: bool = False
+    """compare what there is, measure nothing"""
+    commit: str = ""
+    """of the code, where it is no checkout"""
+    json: Path | None = None
+    """file for the comparison"""
+    plot: Path | None = None
+    """PNG file"""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "repeats", "load", "epochs"):
+            require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        require(self.settle_epochs >= 0, "settle_epochs", self.settle_epochs, "0 or more")
+        for alpha in self.alphas:
+            require(0 <= alpha <= 1, "alphas", alpha, "0 to 1")
+        require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One piece: an alpha held from empty caches on."""
+
+    layers: int
+    regime: str
+    alpha_centi: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its record."""
+        return f"{self.layers}-layers-{self.regime}-{self.alpha_centi:03d}-seed{self.seed}"
+
+
+class Setting:
+    """What all runs share.
+
+    Args:
+        args: of the command.
+    """
+
+    def __init__(self, args: Args) -> None:
+        preset = LiveConfig.load(args.preset)
+        seconds = args.epoch_seconds or min(preset.epoch_seconds, 1.0)
+        self.args, self.config = args, replace(preset, epoch_seconds=seconds)
+        depths = args.layers or tuple(dict.fromkeys((preset.layers, max(preset.layers // 2, 1))))
+        self.runs = [
+            Run(layers, regime, round(100 * alpha), seed)
+            for seed in range(1, args.repeats + 1)
+            for layers in depths
+            for regime in args.regimes
+            for alpha in args.alphas
+        ]
+        self.piece_s = seconds * (preset.warmup_epochs + args.settle_epochs + args.epochs) + 1.0
+        clock = args.clock if args.clock != "auto" else ("wall", "cpu")[preset.device == "cpu"]
+        self.clock = clock
+        """By name."""
+
+    def at(self, run: Run) -> LiveConfig:
+        """The node of a run."""
+        return replace(self.config, layers=run.layers)
+
+    def scenario(self, run: Run) -> Scenario:
+        """The requests of a run."""
+        args = self.args
+        return Scenario(
+            regime=run.regime,
+            kv_policy=args.kv_policy,
+            utilisation=self.config.utilisation * args.load,
+            episode_epochs=args.settle_epochs + args.epochs,
+        )
+
+    def serve(self, backend: Backend, run: Run) -> dict[str, Any]:
+        """What a backend measures in a run."""
+        args, seconds = self.args, self.config.epoch_seconds
+        backend.reset(run.seed)
+        before = backend.run(run.alpha_centi, backend.warmup_s)
+        for _ in range(args.settle_epochs):
+            before = backend.run(run.alpha_centi, seconds)
+        epochs = [backend.run(run.alpha_centi, seconds) for _ in range(args.epochs)]
+        return summary(epochs, before)
+
+
+def summary(epochs: list[EpochStats], before: EpochStats) -> dict[str, Any]:
+    """Figures of the epochs measured.
+
+    Args:
+        epochs: in order.
+        before: the one before them.
+    """
+    whole = epochs[0]
+    for epoch in epochs[1:]:
+        whole = whole.merge(epoch)
+    grew = whole.backlog > before.backlog + 0.1 * whole.requests
+    return {
+        "p99_ms": float(np.mean([epoch.p99_ms for epoch in epochs])),
+        "p99_all_ms": whole.p99_ms,
+        "latency_ms": {
+            str(q): float(np.percentile(whole.latency_ms, q)) if whole.requests else 0.0
+            for q in (10, 50, 90, 95, 99)
+        },
+        "mean_service_ms": whole.mean_service_ms,
+        "kv_hit": whole.kv_hit,
+        "emb_hit": whole.emb_hit,
+        "hot_share": whole.hot_share,
+        "working_set": float(np.mean([epoch.working_set for epoch in epochs])),
+        "utilisation": whole.utilisation,
+        "requests": whole.requests,
+        "computed_tokens": whole.computed_tokens,
+        "refill_bytes": whole.refill_bytes,
+        "prefetch_bytes": whole.prefetch_bytes,
+        "evictions": whole.evictions,
+        "backlog": whole.backlog,
+        "saturated": bool(whole.utilisation > 0.95 or grew),
+        "epoch_p99_ms": [epoch.p99_ms for epoch in epochs],
+        "epoch_utilisation": [epoch.utilisation for epoch in epochs],
+    }
+
+
+class Live:
+    """The live node of one depth at a time; host tables are made once.
+
+    Args:
+        setting: of the command.
+        part: where speeds are kept, so that all runs of a depth get the same requests.
+    """
+
+    def __init__(self, setting: Setting, part: Slice) -> None:
+        self._setting, self._slice = setting, part
+        self._node: LiveNode | None = None
+        self._tables: HostTables | None = None
+
+    def __call__(self, piece: Piece) -> Mapping[str, Any]:
+        """The record of a piece."""
+        setting = self._setting
+        run = next(run for run in setting.runs if run.name == piece.name)
+        node = self._at(run)
+        speed = self.speed(run)
+        workload = live_workload(setting.scenario(run), node.config, node.entries_in_pool, speed)
+        measured = setting.serve(LiveBackend(workload, node), run)
+        about = {
+            "preset": node.config.to_json(),
+            "clock": setting.clock,
+            "speed": speed,
+            "scenario": setting.scenario(run).to_json(),
+        }
+        return {"run": asdict(run), **about, "live": measured}
+
+    def speed(self, run: Run) -> float:
+        """Load of a depth over the preset's, from the probe; measured once."""
+
+        def measure() -> Mapping[str, Any]:
+            probe_ms = self._at(run).probe_ms()
+            return {"probe_ms": probe_ms, "speed": self._setting.config.probe_ms / probe_ms}
+
+        return float(self._slice.once(f"speed-{run.layers}-layers", measure)["speed"])
+
+    def close(self) -> None:
+        """Give the node's memory back."""
+        if self._node is not None:
+            self._node.close()
+
+    def _at(self, run: Run) -> LiveNode:
+        if self._node is None or self._node.config.layers != run.layers:
+            self.close()
+            clock = CLOCKS[self._setting.clock]()
+            self._node = LiveNode(
+                self._setting.at(run), self._setting.args.kv_policy, self._tables, clock
+            )
+            self._tables = self._node.tables
+        return self._node
+
+
+def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[str, Any]]:
+    """Every run that has a record, with the surrogate's figures beside the live node's."""
+    found = []
+    for run in setting.runs:
+        if not part.has(run.name):
+            continue
+        record = part.read(run.name)
+        backend = surrogate_twin(setting.scenario(run), setting.at(run), profile, record["speed"])
+        found.append(
+            {"run": record["run"], "live": record["live"], "sim": setting.serve(backend, run)}
+        )
+    return found
+
+
+def main(args: Args) -> int:
+    """Measure what is missing; compare when all is there."""
+    setting = Setting(args)
+    part = Slice(args.records, args.seconds, command("eval.sim_to_real"), args.commit)
+    pieces = [Piece(run.name, setting.piece_s) for run in setting.runs]
+    missing = [piece for piece in pieces if not part.has(piece.name)]
+    if missing and not args.report:
+        live = Live(setting, part)
+        try:
+            missing = part.run(pieces, live)
+        finally:
+            live.close()
+    print(time_left(missing, args.seconds, START_S))
+    if missing and not args.report:
+        return 0
+    profile = HardwareProfile.load(args.profile or f"{setting.config.name}-live")
+    require(isinstance(profile, NodeProfile), "profile", profile.name, "one of train.calibrate")
+    assert isinstance(profile, NodeProfile)
+    compared = compare(simulate(setting, part, profile))
+    print_tables(compared, Console(width=140))
+    if args.plot is not None:
+        draw(compared, args.plot)
+    if args.json is not None:
+        payload = {
+            "preset": setting.config.to_json(),
+            "clock": setting.clock,
+            "profile": profile.to_json(),
+            **compared,
+        }
+        write_result(args.json, command("eval.sim_to_real"), payload)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command("eval.sim_to_real", main, Args)
