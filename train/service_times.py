@@ -287,7 +287,7 @@ def loop_overhead_ms(node: LiveNode, seconds: float) -> dict[str, float]:
     scenario = Scenario(steady_hot_share=0.3, utilisation=LIGHT_LOAD * config.utilisation)
     backend = LiveBackend(live_workload(scenario, config, node.entries_in_pool, 1.0), node)
     backend.reset(1)
-    backend.run(30, backend.warmup_s / 4)
+    backend.run(30, seconds / 2)
     stats = backend.run(30, seconds)
     more = np.sort(stats.latency_ms - stats.service_ms)
     return {
