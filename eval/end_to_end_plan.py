@@ -1,0 +1,117 @@
+"""What `eval.end_to_end` runs: KV policy x allocation x regime x repeat, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agents.forecast import PRETRAINED
+from agents.ppo_only import PpoOnly
+from agents.smart import SHIPPED
+from agents.static import Static
+from agents.working_set import WorkingSetRule
+from hlem_env.controller import Controller
+from hlem_env.mdp import MdpConfig
+from hlem_env.workload.regimes import RegimeConfig, draw_path
+from serving_bridge.adapter import AdapterSettings
+from serving_bridge.allocator import SmartAllocator
+from serving_bridge.policy import FrozenPolicy
+from serving_bridge.recovery import RecoverySettings
+
+LRU, SCAN_RESISTANT = "lru", "scan_resistant"
+GRID_CENTI = (10, 30, 50, 70, 90)
+WORKING_SET, PPO, SMART = "working-set", "ppo", "smart"
+KV_ONLY = "static-000"
+"""alpha = 0, the paper's KV-Opt."""
+
+
+def static(alpha_centi: int) -> str:
+    """Name of the allocation that holds an alpha."""
+    return f"static-{alpha_centi:03d}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One episode."""
+
+    regime: str
+    kv_policy: str
+    allocation: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its record."""
+        return f"{self.regime}-{self.kv_policy}-{self.allocation}-seed{self.seed}"
+
+
+def required(regime: str, seed: int, design: dict[str, int]) -> Iterator[Run]:
+    """Runs of a regime and repeat that the results must have.
+
+    Args:
+        regime: Steady has fewer.
+        seed: of the requests.
+        design: alpha of the design point by KV policy, hundredths.
+    """
+    yield Run(regime, LRU, static(design[LRU]), seed)
+    yield Run(regime, SCAN_RESISTANT, static(design[SCAN_RESISTANT]), seed)
+    yield Run(regime, SCAN_RESISTANT, SMART, seed)
+    for alpha in GRID_CENTI:
+        yield Run(regime, SCAN_RESISTANT, static(alpha), seed)
+    if regime != "steady":
+        yield Run(regime, SCAN_RESISTANT, WORKING_SET, seed)
+        yield Run(regime, SCAN_RESISTANT, PPO, seed)
+
+
+def everything(seeds: list[int], design: dict[str, int], whole: bool) -> list[Run]:
+    """All runs in order: a repeat of Trend and Burst, the other repeats, Steady, then the rest.
+
+    Args:
+        seeds: one for each repeat.
+        design: as in `required`.
+        whole: the rest, too: both policies with every allocation, in every regime.
+    """
+    runs = [run for seed in seeds for regime in ("trend", "burst")
+            for run in required(regime, seed, design)]  # fmt: skip
+    runs += [run for seed in seeds for run in required("steady", seed, design)]
+    if whole:
+        allocations = [KV_ONLY, *map(static, GRID_CENTI), WORKING_SET, PPO, SMART]
+        runs += [Run(regime, policy, allocation, seed) for seed in seeds
+                 for regime in ("trend", "burst", "steady")
+                 for policy in (SCAN_RESISTANT, LRU) for allocation in allocations]  # fmt: skip
+    return list(dict.fromkeys(runs))
+
+
+def seeds_with_bursts(config: RegimeConfig, count: int) -> list[int]:
+    """The first seeds, from 1 on, whose Burst has a burst within the episode."""
+    burst = replace(config, regime="burst")
+    found: list[int] = []
+    seed = 0
+    while len(found) < count:
+        seed += 1
+        path, _ = np.random.default_rng(seed).spawn(2)
+        if draw_path(burst, path).burst.any():
+            found.append(seed)
+    return found
+
+
+def make(allocation: str, config: MdpConfig) -> Controller:
+    """The controller of an allocation.
+
+    Args:
+        allocation: its name.
+        config: of the node: SLO, epoch, longest history.
+    """
+    if allocation == WORKING_SET:
+        return WorkingSetRule()
+    if allocation.startswith("static-"):
+        return Static(int(allocation.removeprefix("static-")))
+    policy = FrozenPolicy.load(PRETRAINED / SHIPPED)
+    if allocation == PPO:
+        return PpoOnly(policy)
+    return SmartAllocator(
+        policy, AdapterSettings(), RecoverySettings(detector="workload"),
+        replace(config, reward="busy_time"),
+    )  # fmt: skip
