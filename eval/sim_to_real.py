@@ -67,6 +67,9 @@ class Args:
     """wall; cpu: CPU time of the node's thread, so that others' work does not count; auto: cpu on a CPU"""
     profile: str = ""
     """hardware profile, or the path of one; by default PRESET-live"""
+    machine_speed: bool = False
+    """scale the profile, link excepted, by the probe before each piece over that of the calibration: for a
+    machine whose speed varies because of others' work"""
     report: bool = False
     """compare what there is, measure nothing"""
     commit: str = ""
@@ -203,13 +206,14 @@ class Live:
         setting = self._setting
         run = next(run for run in setting.runs if run.name == piece.name)
         node = self._at(run)
-        speed = self.speed(run)
+        speed, probe_ms = self.speed(run), node.probe_ms()
         workload = live_workload(setting.scenario(run), node.config, node.entries_in_pool, speed)
         measured = setting.serve(LiveBackend(workload, node), run)
         about = {
             "preset": node.config.to_json(),
             "clock": setting.clock,
             "speed": speed,
+            "probe_ms": probe_ms,
             "scenario": setting.scenario(run).to_json(),
         }
         return {"run": asdict(run), **about, "live": measured}
@@ -246,7 +250,10 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         if not part.has(run.name):
             continue
         record = part.read(run.name)
-        backend = surrogate_twin(setting.scenario(run), setting.at(run), profile, record["speed"])
+        now = profile
+        if setting.args.machine_speed and str(run.layers) in profile.probe_ms:
+            now = profile.slower(record["probe_ms"] / profile.probe_ms[str(run.layers)])
+        backend = surrogate_twin(setting.scenario(run), setting.at(run), now, record["speed"])
         found.append(
             {"run": record["run"], "live": record["live"], "sim": setting.serve(backend, run)}
         )

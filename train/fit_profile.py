@@ -185,6 +185,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         refill_gbps=_round(min(refill)) if refill else 1e3,
         jitter=_jitter(plain, lambda cell: min(cell.cached) > 0),
         jitter_cold=_jitter(plain, lambda cell: min(cell.cached) == 0),
+        probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
         fit={
             "cells": len(plain),
             "samples": sum(len(cell.times_ms) for cell in cells),
@@ -195,7 +196,6 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
             "loop_ms": _round(loop_ms),
             "bandwidths": {key: _round(value) for key, value in bands.items()},
             "refill_gbps": [depth["refill_gbps"] for depth in raw],
-            "probe_ms": {str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
         },
     )  # fmt: skip
 

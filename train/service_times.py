@@ -4,7 +4,8 @@
 One list of samples for each model depth. Kinds differ in what the fit has to tell apart: nothing cached
 and rows missing (cold), nothing cached and rows resident (again), all but a few tokens cached (hot),
 a longer piece that is new (delta), several requests (hot, cold), some of each (mixed), a next batch that
-waits (ahead), rows moved meanwhile (refill). Every batch starts on an idle device.
+waits (ahead), rows moved meanwhile (refill). A batch starts when the one before has completed; what the
+device still does beside, as sorting the next victims, goes on as it does in service.
 """
 
 from __future__ import annotations
@@ -123,15 +124,13 @@ class Bench:
         return self.node.execute(requests, following, self._now_s)
 
     def time(self, kind: str, requests: Requests, waiting: Requests | None = None) -> Sample:
-        """Run a batch from an idle device to its completion, and note what it took."""
+        """Run a batch to its completion, and note what it took."""
         node = self.node
         before = node.embedding.counters()
         node.take_ahead_bytes()
         refilling = node.refill.refilling
-        self._idle()
         start_s = node.time_source.now()
         done = self.execute(requests, waiting)
-        self._idle()
         ms = 1e3 * (node.time_source.now() - start_s)
         count = node.embedding.counters() - before
         sample = Sample(
@@ -148,10 +147,6 @@ class Bench:
         )
         self.samples.append(sample)
         return sample
-
-    def _idle(self) -> None:
-        if self.node.device.type == "cuda":
-            torch.cuda.synchronize(self.node.device)
 
 
 def lengths_of(config: LiveConfig) -> list[int]:

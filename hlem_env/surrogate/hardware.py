@@ -149,6 +149,8 @@ class NodeProfile(HardwareProfile):
     """Evenly spaced quantiles of a batch's time over its kind's median, where all are cached."""
     jitter_cold: tuple[float, ...] = ()
     """The same where some are not."""
+    probe_ms: dict[str, float] = field(default_factory=dict, compare=False, hash=False)
+    """`LiveNode.probe_ms` of each depth when the rest was measured: how fast the machine was."""
     fit: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
     """Commit, machine, and how well the model fits what was measured."""
 
@@ -163,6 +165,19 @@ class NodeProfile(HardwareProfile):
                 all(value > 0 for value in getattr(self, name)), f"profile.{name}",
                 getattr(self, name), "all above 0",
             )  # fmt: skip
+
+    def slower(self, factor: float) -> NodeProfile:
+        """The same machine while everything but the link takes `factor` times as long."""
+        return replace(
+            self,
+            hbm_gbps=self.hbm_gbps / factor,
+            overhead_ms=self.overhead_ms * factor,
+            request_ms=self.request_ms * factor,
+            eager_ms=self.eager_ms * factor,
+            ahead_ms=self.ahead_ms * factor,
+            recompute_layer_ms=tuple(factor * v for v in self.recompute_layer_ms),
+            append_layer_ms=tuple(factor * v for v in self.append_layer_ms),
+        )
 
 
 def _extrapolate(
