@@ -1,0 +1,243 @@
+"""The README's table of claims, out of the committed records: `python -m eval.claims`.
+
+Every figure is read from a file of docs/results, beside the hardware that the file names. A record that
+is not there yet makes a row that says so. `--check` changes nothing and fails where the README differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hlem_env.command_line import run_command
+from hlem_env.errors import ArtefactError, require
+
+BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
+RESULTS = Path("docs/results")
+MISSING = "not measured yet"
+Values = Mapping[str, Any]
+
+
+@dataclass
+class Args:
+    """Write or check the README's table of claims."""
+
+    readme: Path = Path("README.md")
+    """file with the two markers"""
+    results: Path = RESULTS
+    """folder of the records"""
+    check: bool = False
+    """fail where the file is out of date, write nothing"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row."""
+
+    what: str
+    record: str
+    """File in docs/results."""
+    figure: Callable[[Values], str]
+
+
+def hardware(values: Values) -> str:
+    """What the record was measured on."""
+    for key in ("gpu", "device"):
+        if isinstance(values.get(key), str) and values[key] != "CPU memory":
+            return str(values[key])
+    live = values.get("preset")
+    if isinstance(live, Mapping) and live.get("device") == "cuda":
+        profile = values.get("profile", {})
+        return str(profile.get("hardware", live.get("measured_on", "GPU"))).partition(";")[0]
+    about = values["machine"]
+    cores = about["cores"]
+    where = f"{about['cpu']}, {cores} core{'' if cores == 1 else 's'}"
+    return where + (", emulated link" if isinstance(live, Mapping) and "device" in live else "")
+
+
+def _interval(estimate: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
+    value, low, high = (f"{scale * estimate[k]:.{digits}f}" for k in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
+
+
+def _over_best_static(regime: str, controller: str) -> Callable[[Values], str]:
+    def figure(values: Values) -> str:
+        cell = next(
+            cell
+            for cell in values["cells"]
+            if cell["workload"].endswith(regime) and cell["kv_policy"] == "scan_resistant"
+        )
+        summary = cell["controllers"][controller]["summary"]
+        if summary["saturated"] or "p99_over_best_static" not in summary:
+            return "saturated"
+        return _interval(summary["p99_over_best_static"], 3)
+
+    return figure
+
+
+def _attention(heads: int, head_dim: int) -> Callable[[Values], str]:
+    def figure(values: Values) -> str:
+        row = next(
+            row
+            for row in values["full"]
+            if (row["heads"], row["head_dim"], row["tokens"]) == (heads, head_dim, 4096)
+        )
+        return f"{row['tflops']:.0f} TFLOP/s (CUTLASS, published: {row['cutlass_tflops']})"
+
+    return figure
+
+
+def _decision(values: Values) -> str:
+    times = values["microseconds"]["act"]
+    return f"{times['p50']:.1f} us, P99 {times['p99']:.1f} us"
+
+
+def _surrogate(values: Values) -> str:
+    row = next(row for row in values["rows"] if row["name"] == values["bar"]["row"])
+    return f"{row['median_requests_per_s'] / 1e6:.1f} million requests/s a core"
+
+
+def _embedding(key: str) -> Callable[[Values], str]:
+    def figure(values: Values) -> str:
+        bar = values["bars"][key]
+        return f"{bar['value']:.2f} times (bar {bar['bar']:g}: {bar['result']})"
+
+    return figure
+
+
+def _service(values: Values) -> str:
+    times = {row["kind"]: row["p50_ms"] for row in values["services"] if not row["waiting"]}
+    return f"{times['hot']:.1f} ms cached, {times['cold']:.1f} ms not"
+
+
+def _move(values: Values) -> str:
+    rows = [row for row in values["moves"] if abs(row["step_centi"]) == 10]
+    return f"median {max(row['median_ms'] for row in rows):.2f} ms of host time"
+
+
+def _agreement(values: Values) -> str:
+    summary = values["summary"]
+    rank, error = summary["mean_rank_correlation"], summary["median_p99_error"]
+    shown = "-" if error is None else f"{100 * error:.0f} %"
+    return (
+        f"median P99 error {shown}, hit rates {summary['median_kv_hit_points']:.1f} and"
+        f" {summary['median_emb_hit_points']:.1f} points, rank correlation"
+        f" {'-' if rank is None else f'{rank:.2f}'}, best alpha off by"
+        f" {summary['mean_best_alpha_difference']:.2f}; {summary['runs']} runs,"
+        f" {summary['saturated']} saturated"
+    )
+
+
+def _end_to_end(regime: str, allocation: str, reference: str) -> Callable[[Values], str]:
+    def figure(values: Values) -> str:
+        for row in values["rows"]:
+            if (row["regime"], row["kv_policy"], row["allocation"]) == (
+                regime, "scan_resistant", allocation,
+            ):  # fmt: skip
+                if row[reference] is None:
+                    return "saturated" if any(row["saturated"]) else MISSING
+                return f"{_interval(row[reference], 3)}, {len(row['seeds'])} repeats"
+        return MISSING
+
+    return figure
+
+
+def _non_disruption(values: Values) -> str:
+    found = [
+        f"{row['by_centi'] / 100:.2f}: {_interval(row['over_no_move'], 2)}"
+        for row in values["rows"]
+        if row["direction"] == "either" and row["refill"] == "throttled" and row["over_no_move"]
+    ]
+    return "times as without a move, by 95 % intervals: " + ", ".join(found)
+
+
+COMPARED, SMART = "compare-controllers-default.json", "smart"
+CLAIMS = (
+    Claim("Simulated, Trend: P99 of PPO with the working set over the best static split's",
+          COMPARED, _over_best_static("trend", "ppo-only (working set)")),
+    Claim("Simulated, Trend: the working-set rule over it",
+          COMPARED, _over_best_static("trend", "working-set rule")),
+    Claim("Simulated, Burst: PPO with the working set over it",
+          COMPARED, _over_best_static("burst", "ppo-only (working set)")),
+    Claim("Simulated, Burst: the working-set rule over it",
+          COMPARED, _over_best_static("burst", "working-set rule")),
+    Claim("A decision of the frozen policy", "bench_decision.json", _decision),
+    Claim("The plain surrogate's speed", "bench_surrogate.json", _surrogate),
+    Claim("HSTU attention, 4 heads of 64, 4,096 tokens",
+          "bench_attention.json", _attention(4, 64)),
+    Claim("HSTU attention, 4 heads of 128", "bench_attention.json", _attention(4, 128)),
+    Claim("Embedding lookups, a fifth resident, beside FBGEMM's cached TBE",
+          "bench_embedding.json", _embedding("speedup_cached_0.2")),
+    Claim("A request on a live node", "bench_node_h100.json", _service),
+    Claim("A move of a tenth of the pool", "bench_node_h100.json", _move),
+    Claim("Live node and surrogate on the same requests", "sim-to-real-h100.json", _agreement),
+    Claim("The same on a CPU", "sim-to-real-cpu-small.json", _agreement),
+    Claim("Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
+          "end-to-end-h100.json", _end_to_end("trend", SMART, "over_lru_design")),
+    Claim("Live, Books, Trend: over scan-resistant KV with the best static split",
+          "end-to-end-h100.json", _end_to_end("trend", SMART, "over_best_static")),
+    Claim("Live, Books, Burst: over plain LRU with its design point",
+          "end-to-end-h100.json", _end_to_end("burst", SMART, "over_lru_design")),
+    Claim("Live, Books, Burst: over scan-resistant KV with the best static split",
+          "end-to-end-h100.json", _end_to_end("burst", SMART, "over_best_static")),
+    Claim("P99 in the second after a move of alpha, refill held by the token bucket",
+          "non-disruption-h100.json", _non_disruption),
+)  # fmt: skip
+
+
+def table(results: Path) -> str:
+    """The table, Markdown.
+
+    Raises:
+        ArtefactError: a record is there and does not have what its claim reads.
+    """
+    lines = ["| claim | figure | measured on | record |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        path = results / claim.record
+        figure, where = MISSING, ""
+        if path.is_file():
+            try:
+                values = json.loads(path.read_text("utf-8"))
+                figure, where = claim.figure(values), hardware(values)
+            except (ValueError, KeyError, TypeError, StopIteration) as error:
+                raise ArtefactError(f"{path} has not what a claim reads: {error!r}") from error
+            link = f"[{claim.record}]({(RESULTS / claim.record).as_posix()})"
+        else:
+            link = claim.record
+        lines.append(f"| {claim.what} | {figure} | {where} | {link} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str, new: str) -> str:
+    """The text with the table between the markers.
+
+    Raises:
+        ArgumentError: the markers are not there, once each and in order.
+    """
+    good = text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
+    require(good, "readme", "no markers", f"{BEGIN} and {END}, once each, in this order")
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{new}{END}{rest.partition(END)[2]}"
+
+
+def main(args: Args) -> int:
+    """Write, or check."""
+    text = args.readme.read_text("utf-8")
+    wanted = with_table(text, table(args.results))
+    if wanted == text:
+        print(f"{args.readme} is up to date")
+        return 0
+    if args.check:
+        print(f"{args.readme} is out of date: run python -m eval.claims", file=sys.stderr)
+        return 1
+    args.readme.write_text(wanted, encoding="utf-8")
+    print(f"{args.readme}: {len(CLAIMS)} claims written")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command("eval.claims", main, Args)

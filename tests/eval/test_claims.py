@@ -1,0 +1,44 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.claims import BEGIN, CLAIMS, END, MISSING, Args, main, table, with_table
+from hlem_env.errors import ArgumentError, ArtefactError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readme_is_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert with_table(readme, table(ROOT / "docs" / "results")) == readme, "run python -m eval.claims"
+
+
+def test_a_figure_that_was_changed_by_hand_is_noticed(tmp_path: Path) -> None:
+    readme, results = tmp_path / "README.md", ROOT / "docs" / "results"
+    readme.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    assert main(Args(readme, results, check=True)) == 1
+    assert main(Args(readme, results)) == 0
+    assert main(Args(readme, results, check=True)) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    readme.write_text(text.replace("TFLOP/s", "PFLOP/s", 1))
+    assert main(Args(readme, results, check=True)) == 1
+
+
+def test_records_that_are_missing_or_wrong(tmp_path: Path) -> None:
+    lines = table(tmp_path).splitlines()
+    assert sum(MISSING in line for line in lines) == len(CLAIMS)
+    (tmp_path / "bench_decision.json").write_text(json.dumps({"machine": {}}))
+    with pytest.raises(ArtefactError, match=r"bench_decision\.json"):
+        table(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}"])
+def test_without_markers_nothing_is_written(text: str, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    with pytest.raises(ArgumentError, match="claims: begin"):
+        main(Args(readme, tmp_path))
+    assert readme.read_text() == text

@@ -1,0 +1,202 @@
+"""The surrogate that serves in batches: where none can form it is the plain one; its batches keep the rules."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hlem_env.errors import BackendError
+from hlem_env.surrogate.batched import BatchedBackend, BatchedNode
+from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
+from hlem_env.surrogate.hit_rates import distinct_curve, distinct_rows, miss_probability
+from hlem_env.surrogate.node import NodeConfig, SurrogateBackend
+from hlem_env.telemetry import EpochStats
+from hlem_env.workload.regimes import LoadCurve, RegimeConfig, SyntheticWorkload
+from hlem_env.workload.requests import Catalogue, Requests
+from tests.surrogate.cases import Replay
+
+H100 = HardwareProfile.load("h100")
+PAGE = 2 * 2**20
+
+
+def profile(**changes: Any) -> NodeProfile:
+    """The shipped profile with what a batch takes."""
+    return NodeProfile(**(vars(H100) | changes))
+
+
+def workload(rate: float = 60.0, hot_share: float = 0.4) -> SyntheticWorkload:
+    """Requests of a small node."""
+    config = RegimeConfig(
+        steady_hot_share=hot_share, pool_bytes=3_000_000_000, mean_history_tokens=4000,
+        epoch_seconds=1.0, catalogue=Catalogue(4, 2_000_000), warm_users=200,
+    )  # fmt: skip
+    return SyntheticWorkload(config, LoadCurve((hot_share,), (rate,)))
+
+
+def node(**changes: Any) -> BatchedNode:
+    """A small node."""
+    values: dict[str, Any] = {"pool_bytes": 3_000_000_000, "epoch_seconds": 1.0}
+    return BatchedNode(**(values | changes))
+
+
+class Unhashed(BatchedBackend):
+    """Items are rows, as in the plain surrogate."""
+
+    def _distinct_curve(self) -> Any:
+        catalogue = self.workload.catalogue
+        return distinct_curve(catalogue.rows_per_table, catalogue.zipf)
+
+
+def test_without_batches_it_is_the_plain_surrogate() -> None:
+    plain_node = {f.name: getattr(node(refill=False), f.name) for f in fields(NodeConfig)}
+    plain = SurrogateBackend(workload(), NodeConfig(**plain_node), H100)
+    batched = Unhashed(workload(), node(refill=False, token_budget=1), profile())
+    for backend in (plain, batched):
+        backend.reset(3)
+        backend.run(40, backend.warmup_s)
+    for alpha in (40, 70, 20, 20):
+        mine, theirs = batched.run(alpha, 3.0), plain.run(alpha, 3.0)
+        assert mine.requests == theirs.requests > 100
+        # The plain one expands the curve of distinct rows to the second order.
+        for name in ("latency_ms", "service_ms", "arrival_s"):
+            np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), rtol=1e-4)
+        assert mine.emb_hit == pytest.approx(theirs.emb_hit, rel=1e-6)
+        for name in ("kv_hit", "hot_share", "kv_pages", "working_set_bytes", "evictions"):
+            assert getattr(mine, name) == getattr(theirs, name)
+
+
+def at_once(users: Sequence[int], length: int) -> Requests:
+    """Requests that all arrive at the start."""
+    n = len(users)
+    lengths = np.full(n, length, np.int32)
+    return Requests(np.zeros(n), np.array(users, np.int64), lengths, lengths)
+
+
+def served(requests: Requests, config: BatchedNode, hardware: NodeProfile) -> EpochStats:
+    """What becomes of them from cold caches."""
+    source = workload()
+    backend = BatchedBackend(Replay(requests, source), replace(config, warmup_epochs=0), hardware)
+    backend.reset(0)
+    return backend.run(10, 100.0)
+
+
+def test_a_batch_is_as_large_as_the_budget_allows_and_completes_as_a_whole() -> None:
+    strangers = [10**6 + i for i in range(10)]
+    stats = served(at_once(strangers, 1900), node(token_budget=6000), profile(request_ms=0.5))
+    done, sizes = np.unique(np.round(stats.latency_ms, 6), return_counts=True)
+    assert sizes.tolist() == [3, 3, 3, 1]  # 2,000 tokens each
+    assert (np.diff(done) > 0).all()
+    # Time of a batch is shared out by tokens.
+    assert stats.service_ms.sum() == pytest.approx(done[-1], rel=1e-6)
+
+
+def test_no_user_stands_twice_in_a_batch() -> None:
+    stats = served(at_once([0, 1, 0, 2], 500), node(), profile())
+    assert np.unique(np.round(stats.latency_ms, 6), return_counts=True)[1].tolist() == [2, 2]
+
+
+def test_entries_of_a_batch_fit_together() -> None:
+    config = node(pool_bytes=100 * PAGE)
+    pages = config.kv_pages(6000)
+    assert 2 * pages < 90 < 3 * pages
+    stats = served(at_once(range(8), 6000), replace(config, token_budget=10**6), profile())
+    sizes = np.unique(np.round(stats.latency_ms, 6), return_counts=True)[1]
+    assert sizes.tolist() == [2, 2, 2, 2]
+
+
+def test_rows_of_a_batch_are_fetched_once() -> None:
+    strangers = [10**6 + i for i in range(4)]
+    slow, free = profile(gather_gbps=1.0), profile(gather_gbps=1e9)
+    config = replace(node(token_budget=8000), pool_bytes=100 * PAGE)
+    args = at_once(strangers, 1900), config
+    fetched_ms = served(*args, slow).service_ms.sum() - served(*args, free).service_ms.sum()
+    catalogue = workload().catalogue
+    curve = distinct_curve(catalogue.rows_per_table, catalogue.zipf, hashed=True)
+    rows = catalogue.tables * distinct_rows(curve, 4 * 2000.0)
+    assert fetched_ms == pytest.approx(rows * catalogue.row_bytes / 1e9 * 1e3, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["request_ms", "eager_ms", "mixed_slowdown"])
+def test_what_a_batch_costs_more_is_paid(name: str) -> None:
+    first = at_once([0], 3000)
+    second = Requests(
+        np.array([5.0, 5.0]), np.array([0, 10**6]), np.array([3010, 3000], np.int32),
+        np.array([10, 3000], np.int32),
+    )  # fmt: skip
+    both = first.then(second)
+    base = profile(graph_tokens=256)
+    costs = [served(both, node(), replace(base, **{name: v})).service_ms.sum() for v in (0.0, 0.7)]
+    assert costs[1] > costs[0] + 0.1
+
+
+def test_prefetch_brings_rows_of_the_next_batch() -> None:
+    strangers = [10**6 + i for i in range(6)]
+    args = at_once(strangers, 4000), node(token_budget=1)
+    without, some = served(*args, profile()), served(*args, profile(prefetch_gbps=10.0))
+    assert without.prefetch_bytes == 0 < some.prefetch_bytes
+    assert some.service_ms.sum() < without.service_ms.sum()
+    assert without.rows_hit < some.rows_hit < some.rows_looked_up
+    # A batch's time bounds what comes meanwhile.
+    assert some.prefetch_bytes <= 10e9 * 1e-3 * some.service_ms.sum()
+
+
+def test_refill_comes_after_a_move_up_and_pauses_near_the_slo() -> None:
+    moved = {}
+    for slo_ms in (1e6, 1e-3):
+        backend = BatchedBackend(workload(), node(slo_ms=slo_ms), profile())
+        backend.reset(1)
+        backend.run(60, backend.warmup_s)
+        steady = backend.run(60, 2.0).refill_bytes
+        backend.run(20, 2.0)
+        moved[slo_ms] = backend.run(50, 2.0).refill_bytes
+        assert steady == 0
+    assert moved[1e6] > 1e6
+    assert moved[1e-3] == 0
+
+
+def test_a_saved_state_goes_on_the_same_way() -> None:
+    backend = BatchedBackend(workload(), node(), profile(prefetch_gbps=2.0, jitter=(0.9, 1.1)))
+    backend.reset(5)
+    backend.run(30, backend.warmup_s)
+    state, requests = backend.save(), backend.workload.take(3.0)
+    once = backend.serve(requests, 60, 3.0)
+    backend.restore(state)
+    again = backend.serve(requests, 60, 3.0)
+    np.testing.assert_array_equal(once.latency_ms, again.latency_ms)
+    assert once.refill_bytes == again.refill_bytes
+
+
+def test_requests_are_counted_once_across_runs() -> None:
+    backend = BatchedBackend(workload(rate=200.0), node(), profile())
+    backend.reset(2)
+    requests, count = backend.workload.take(0.0), 0
+    stats = backend.serve(requests, 40, backend.warmup_s)
+    count += stats.requests
+    for _ in range(200):  # far shorter than a batch now and then
+        stats = backend.serve(Requests.empty(), 40, 0.003)
+        count += stats.requests
+    assert count + stats.backlog == len(requests)
+
+
+@pytest.mark.parametrize("zipf", [0.0, 0.9])
+def test_hashed_rows(zipf: float) -> None:
+    items, draws = 5000, 8000
+    rng = np.random.default_rng(0)
+    weight = np.arange(1, items + 1) ** -zipf
+    found = []
+    for _ in range(30):
+        row_of = rng.integers(items, size=items)
+        drawn = rng.choice(items, draws, p=weight / weight.sum())
+        found.append(len(np.unique(row_of[drawn])))
+    curve = distinct_curve(items, zipf, hashed=True)
+    assert distinct_rows(curve, draws) == pytest.approx(np.mean(found), rel=0.01)
+    slope = distinct_rows(curve, draws + 1.0) - distinct_rows(curve, draws - 1.0)
+    assert miss_probability(curve, draws) == pytest.approx(slope / 2, rel=0.02)
+
+
+def test_the_plain_profile_is_refused() -> None:
+    with pytest.raises(BackendError, match="calibrated"):
+        BatchedBackend(workload(), node(), H100)
+    assert asdict(profile())["request_ms"] == 0.0

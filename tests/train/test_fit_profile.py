@@ -1,0 +1,98 @@
+"""The fit finds the constants that made-up measurements were made with."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hlem_env.errors import ArgumentError
+from hlem_env.live.config import LiveConfig
+from train.fit_profile import fit
+
+CONFIG = LiveConfig.load("h100")
+LENGTHS = (2500, 5000, 10_000)
+OVERHEAD, REQUEST, EAGER, AHEAD, ROW, KEY = 1.4, 0.05, 0.6, 0.2, 2.2e-5, 1e-6
+FULL = {2600: 0.07, 5100: 0.16, 10_100: 0.4}
+FEW = {2600: 0.02, 5100: 0.03, 10_100: 0.05}
+MIXED = 0.25
+
+
+def sample(kind: str, layers: int, lengths: list[int], cached: list[int], missed: int) -> Any:
+    """A batch by the model, written down apart from the fit."""
+    n = len(lengths)
+    new = [length - c + CONFIG.candidates for length, c in zip(lengths, cached, strict=True)]
+    hit = sum(new) * CONFIG.tables - missed
+    compute = 0.0
+    for length, c, tokens in zip(lengths, cached, new, strict=True):
+        full, few = FULL[length + 100], FEW[length + 100]
+        share = 1.0 if c == 0 else max(tokens - 120, 0) / (length + 100 - 120)
+        compute += layers * (few + share * (full - few))
+    if kind.startswith("mixed"):
+        compute *= 1 + MIXED
+    eager = EAGER if n > 1 and max(new) > 256 else 0.0
+    ahead = AHEAD if kind == "ahead" else 0.0
+    ms = OVERHEAD + REQUEST * (n - 1) + eager + ahead + compute + missed * ROW + hit * KEY
+    return {
+        "kind": kind, "alpha": 0.1, "history": lengths, "cached": cached, "missed_rows": missed,
+        "hit_rows": hit, "ahead": kind == "ahead", "refilling": False, "prefetch_bytes": 5_000_000,
+        "ms": ms,
+    }  # fmt: skip
+
+
+def measured(layers: int, noise: float = 0.0) -> dict[str, Any]:
+    """All kinds of one depth."""
+    rng = np.random.default_rng(layers)
+    samples = []
+    for _ in range(8):
+        for length in LENGTHS:
+            one = [length]
+            samples += [
+                sample("cold", layers, one, [0], 6 * length),
+                sample("again", layers, one, [0], 600),
+                sample("ahead", layers, one, [0], 6 * length),
+                sample("cold 2", layers, one * 2, [0, 0], 11 * length),
+                sample("delta 0.3", layers, one, [int(0.7 * length)], 2 * length),
+                sample("mixed 1", layers, one * 2, [length - 10, 0], 6 * length),
+            ]
+            samples += [
+                sample(f"hot {n}", layers, one * n, [length - 10] * n, 500 * n) for n in (1, 4, 8)
+            ]
+    for one in samples:
+        one["ms"] *= float(np.exp(noise * rng.standard_normal()))
+    return {
+        "preset": {**CONFIG.to_json(), "layers": layers},
+        "hardware": "made up",
+        "samples": samples,
+        "refill_gbps": {"busy": 2.5, "idle": 9.0},
+        "bandwidths": {"gather_gbps": 46.0, "hbm_gbps": 2000.0, "link_gbps": 54.0,
+                       "lookup_ns_per_key": 1e6 * KEY},
+        "loop": {"median_ms": 0.1},
+        "probe_ms": 5.0,
+    }  # fmt: skip
+
+
+def test_constants_come_back() -> None:
+    found = fit([measured(3), measured(6)], CONFIG, "made-up")
+    assert found.overhead_ms == pytest.approx(OVERHEAD + 0.1, rel=1e-3)
+    assert found.request_ms == pytest.approx(REQUEST, rel=1e-3)
+    assert found.eager_ms == pytest.approx(EAGER, rel=1e-3)
+    assert found.ahead_ms == pytest.approx(AHEAD, rel=1e-3)
+    assert found.gather_gbps == pytest.approx(CONFIG.row_bytes / ROW * 1e-6, rel=1e-3)
+    assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=1e-3)
+    assert found.append_layer_ms == pytest.approx(list(FEW.values()), rel=1e-3)
+    assert found.mixed_slowdown == pytest.approx(MIXED, rel=1e-3)
+    assert found.refill_gbps == 2.5
+    assert found.fit["largest_relative_residual"] < 1e-4
+    assert found.probe_ms == {"3": 5.0, "6": 5.0}
+
+
+def test_what_the_model_cannot_explain_is_residual_and_jitter() -> None:
+    found = fit([measured(6, noise=0.2)], CONFIG, "made-up")
+    assert 0.01 < found.fit["median_relative_residual"] < 0.2
+    low, high = found.jitter_cold[6], found.jitter_cold[-7]  # about the 10th and 90th percentile
+    assert (low, high) == pytest.approx((np.exp(-1.28 * 0.2), np.exp(1.28 * 0.2)), rel=0.1)
+
+
+def test_no_measurements_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="records"):
+        fit([], CONFIG, "made-up")
