@@ -32,6 +32,7 @@ from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
 from hlem_env.telemetry import EpochStats
 
 CLOCKS = {"wall": WallTime, "cpu": CpuTime}
+MATCHING_ROUNDS = 2
 START_S = 75.0
 """That a node needs before its first piece."""
 
@@ -70,6 +71,8 @@ class Args:
     machine_speed: bool = False
     """scale the profile, link excepted, by the probe before each piece over that of the calibration: for a
     machine whose speed varies because of others' work"""
+    match_service: bool = False
+    """scale it so that mean service times agree: what then differs is batching and queueing, not speed"""
     report: bool = False
     """compare what there is, measure nothing"""
     commit: str = ""
@@ -140,6 +143,10 @@ class Setting:
             utilisation=self.config.utilisation * args.load,
             episode_epochs=args.settle_epochs + args.epochs,
         )
+
+    def simulate(self, run: Run, profile: NodeProfile, speed: float) -> dict[str, Any]:
+        """What the surrogate measures in a run, at the load of a machine of so much speed."""
+        return self.serve(surrogate_twin(self.scenario(run), self.at(run), profile, speed), run)
 
     def serve(self, backend: Backend, run: Run) -> dict[str, Any]:
         """What a backend measures in a run."""
@@ -253,10 +260,11 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         now = profile
         if setting.args.machine_speed and str(run.layers) in profile.probe_ms:
             now = profile.slower(record["probe_ms"] / profile.probe_ms[str(run.layers)])
-        backend = surrogate_twin(setting.scenario(run), setting.at(run), now, record["speed"])
-        found.append(
-            {"run": record["run"], "live": record["live"], "sim": setting.serve(backend, run)}
-        )
+        sim = setting.simulate(run, now, record["speed"])
+        for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
+            now = now.slower(record["live"]["mean_service_ms"] / sim["mean_service_ms"])
+            sim = setting.simulate(run, now, record["speed"])
+        found.append({"run": record["run"], "live": record["live"], "sim": sim})
     return found
 
 

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_readme_is_up_to_date() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert with_table(readme, table(ROOT / "docs" / "results")) == readme, "run python -m eval.claims"
+    assert with_table(readme, table(ROOT / "docs" / "results")) == readme, (
+        "run python -m eval.claims"
+    )
 
 
 def test_a_figure_that_was_changed_by_hand_is_noticed(tmp_path: Path) -> None:

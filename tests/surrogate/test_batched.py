@@ -1,4 +1,4 @@
-"""The surrogate that serves in batches: where none can form it is the plain one; its batches keep the rules."""
+"""The surrogate in batches: where none can form it is the plain one, and its batches keep the rules."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace

@@ -1,0 +1,94 @@
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval.end_to_end import Args, main
+from eval.end_to_end_plan import GRID_CENTI, Run, everything, seeds_with_bursts
+from eval.end_to_end_report import report
+from hlem_env.live.config import LiveConfig
+from hlem_env.workload.regimes import LoadCurve, RegimeConfig, SyntheticWorkload
+
+DESIGN = {"lru": 90, "scan_resistant": 50}
+
+
+def test_what_is_required_comes_once_and_first() -> None:
+    runs = everything([1, 4, 7], DESIGN, whole=False)
+    assert len(set(runs)) == len(runs) == 3 * (9 + 9 + 7)
+    assert [run.seed for run in runs[:18]] == [1] * 18
+    assert {run.regime for run in runs[:18]} == {"trend", "burst"}
+    assert {run.regime for run in runs[-21:]} == {"steady"}
+    grid = {Run("burst", "scan_resistant", f"static-{alpha:03d}", 7) for alpha in GRID_CENTI}
+    assert grid < set(runs)
+    whole = everything([1, 4, 7], DESIGN, whole=True)
+    assert whole[: len(runs)] == runs
+    assert len(whole) == 3 * 3 * 2 * 9
+
+
+def test_every_repeat_has_a_burst() -> None:
+    config = RegimeConfig(episode_epochs=10, epoch_seconds=1.0)
+    seeds = seeds_with_bursts(config, 3)
+    assert len(set(seeds)) == 3
+    for seed in range(1, max(seeds) + 1):
+        workload = SyntheticWorkload(replace(config, regime="burst"), LoadCurve((0.2,), (10.0,)))
+        workload.reset(np.random.default_rng(seed), 0.0)
+        assert workload.path.burst.any() == (seed in seeds)
+
+
+def record(run: Run, p99_ms: float, saturated: bool = False) -> Mapping[str, Any]:
+    figures = dict.fromkeys(
+        ("p99_all_ms", "qos", "kv_hit", "emb_hit", "utilisation", "movement"), 0.5
+    )
+    return {"run": vars(run), "load": 1.0, "p99_ms": p99_ms, "saturated": saturated,
+            "epochs": {"alpha": [0.5]}, **figures}  # fmt: skip
+
+
+def test_ratios_are_paired_and_saturated_cells_have_none() -> None:
+    records = []
+    for seed, scale in ((1, 1.0), (2, 3.0)):
+        for alpha, p99 in zip(GRID_CENTI, (30.0, 20.0, 25.0, 40.0, 50.0), strict=True):
+            name = f"static-{alpha:03d}"
+            records.append(record(Run("trend", "scan_resistant", name, seed), scale * p99))
+        records.append(record(Run("trend", "lru", "static-090", seed), scale * 40.0))
+        records.append(record(Run("trend", "scan_resistant", "smart", seed), scale * 18.0))
+        records.append(record(Run("trend", "scan_resistant", "ppo", seed), 1.0, seed == 2))
+    rows = {row["allocation"]: row for row in report(records, DESIGN)["rows"]
+            if row["kv_policy"] == "scan_resistant"}  # fmt: skip
+    assert rows["best static"]["p99_ms"] == [20.0, 60.0]
+    assert rows["design point"]["p99_ms"] == [25.0, 75.0]
+    assert rows["smart"]["over_best_static"]["value"] == pytest.approx(0.9)
+    assert rows["smart"]["over_lru_design"]["high"] == pytest.approx(0.45)
+    assert rows["ppo"]["over_best_static"] is None
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_small_node_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(
+        LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, layers=1, mean_history_tokens=40,
+        max_history_tokens=100, rows_per_table=10_000, emulated_link_gbps=None, warmup_epochs=1,
+        hot_share=(0.3,), requests_per_s=(20.0,), probe_ms=5.0,
+    )  # fmt: skip
+    preset = tmp_path / "preset.json"
+    preset.write_text(json.dumps(config.to_json()))
+    args = Args(preset=str(preset), records=tmp_path / "records", repeats=1, epochs=4,
+                short_epochs=2, epoch_seconds=0.05, json=tmp_path / "out.json")  # fmt: skip
+    assert main(replace(args, seconds=0.1)) == 0
+    assert "minutes left" in capsys.readouterr().out
+    assert not (tmp_path / "out.json").exists()
+    assert main(args) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["pieces_missing"] == 0
+    assert {row["regime"] for row in found["rows"]} == {"trend", "burst", "steady"}
+    trend = {(row["kv_policy"], row["allocation"]) for row in found["rows"]
+             if row["regime"] == "trend"}  # fmt: skip
+    assert len(trend) == 6
+    # The same requests for all that is compared.
+    digests = {
+        json.loads(path.read_text())["workload_digest"]
+        for path in (tmp_path / "records").glob("trend-*.json")
+    }
+    assert len(digests) == 1

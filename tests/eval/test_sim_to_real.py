@@ -1,0 +1,105 @@
+"""Live node and surrogate on the same requests, on a node of a few megabytes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval.sim_to_real import Args, main
+from eval.sim_to_real_report import compare, rank_correlation
+from hlem_env.errors import ArgumentError
+from hlem_env.live.config import LiveConfig
+from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Any]:
+    """A live preset and a hardware profile."""
+    config = replace(
+        LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, layers=2, mean_history_tokens=60,
+        max_history_tokens=160, rows_per_table=20_000, emulated_link_gbps=None, epoch_seconds=0.25,
+        hot_share=(0.3,), requests_per_s=(100.0,), probe_ms=3.0, warmup_epochs=8,
+    )  # fmt: skip
+    plain = vars(HardwareProfile.load("h100"))
+    profile = NodeProfile(**(plain | {"append_tokens": 30.0, "overhead_ms": 3.0}))
+    for name, values in (("preset", config.to_json()), ("profile", profile.to_json())):
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    return {
+        "preset": str(tmp_path / "preset.json"),
+        "profile": str(tmp_path / "profile.json"),
+        "records": tmp_path / "records",
+        "regimes": ("trend",),
+        "layers": (2,),
+    }
+
+
+def test_hit_rates_of_the_two_agree(files: dict[str, Any], tmp_path: Path) -> None:
+    args = Args(
+        **files, alphas=(0.1, 0.8), epochs=8, json=tmp_path / "out.json",
+        plot=tmp_path / "out.png",
+    )  # fmt: skip
+    assert main(args) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    kv = [row["live"]["kv_hit"] for row in found["rows"]]
+    emb = [row["live"]["emb_hit"] for row in found["rows"]]
+    assert max(kv) - min(kv) > 0.03  # alpha matters to both, or agreement would mean nothing
+    assert max(emb) - min(emb) > 0.2
+    for row in found["rows"]:
+        assert row["live"]["requests"] > 50
+        assert abs(row["error"]["kv_hit_points"]) < 2.0
+        assert abs(row["error"]["emb_hit_points"]) < 2.0
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_a_slice_goes_on_where_the_last_one_ended(
+    files: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = Args(**files, alphas=(0.1, 0.4), settle_epochs=0, epochs=1, epoch_seconds=0.05)
+    assert main(replace(args, seconds=0.1)) == 0
+    assert "2 pieces" in capsys.readouterr().out
+    assert main(args) == 0
+    records = {path: path.read_bytes() for path in args.records.iterdir()}
+    assert main(args) == 0
+    assert records == {path: path.read_bytes() for path in args.records.iterdir()}
+    assert len(records) == 3  # the speed of the machine beside
+
+
+def row(alpha_centi: int, live: float, sim: float, saturated: bool = False) -> dict[str, Any]:
+    run = {"layers": 6, "regime": "steady", "alpha_centi": alpha_centi, "seed": 1}
+    figures = {"mean_service_ms": 1.0, "utilisation": 0.5, "kv_hit": 0.4, "emb_hit": 0.5}
+    return {
+        "run": run,
+        "live": figures | {"p99_ms": live, "saturated": saturated},
+        "sim": figures | {"p99_ms": sim, "saturated": False},
+    }
+
+
+def test_figures_over_alpha() -> None:
+    found = compare([row(10, 30.0, 33.0), row(30, 20.0, 19.0), row(50, 18.0, 21.0),
+                     row(70, 900.0, 50.0, saturated=True)])  # fmt: skip
+    group, summary = found["groups"][0], found["summary"]
+    assert (group["best_alpha_live"], group["best_alpha_sim"]) == (0.5, 0.3)
+    assert group["regret"] == pytest.approx(20 / 18 - 1)
+    assert group["rank_correlation"] == pytest.approx(0.8)
+    # The saturated one counts in no percentage.
+    assert summary["median_p99_error"] == pytest.approx(0.1)
+    assert summary["largest_p99_error"] == pytest.approx(21 / 18 - 1)
+    assert found["rows"][3]["error"]["p99"] is None
+
+
+def test_rank_correlation_of_a_permutation() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(20)
+    assert rank_correlation(values, np.exp(values)) == pytest.approx(1.0)
+    assert rank_correlation(values, -values) == pytest.approx(-1.0)
+    assert rank_correlation([1.0], [2.0]) is None
+
+
+def test_a_plain_profile_is_refused(files: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="profile"):
+        main(Args(**(files | {"profile": "h100"}), report=True))
