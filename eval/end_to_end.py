@@ -220,7 +220,8 @@ def figures(stats: list[EpochStats], alphas: list[list[int]], slo_ms: float) -> 
 
 def design_points(bench: Bench, run_missing: bool) -> tuple[dict[str, int], list[Piece]]:
     """Best alpha of the grid on Steady for each KV policy, hundredths; and pieces that are missing."""
-    args, found, missing = bench.args, {}, []
+    args, found = bench.args, dict[str, int]()
+    missing: list[Piece] = []
     for policy in (LRU, SCAN_RESISTANT):
         runs = {f"design-{policy}-{alpha:03d}": Run("steady", policy, static(alpha), 1)
                 for alpha in GRID_CENTI}  # fmt: skip

@@ -68,8 +68,8 @@ def rank_correlation(left: Any, right: Any) -> float | None:
     """Spearman's, without ties in mind; None for fewer than three points."""
     if len(left) < 3:
         return None
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = np.stack([np.argsort(np.argsort(values)).astype(float) for values in (left, right)])
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def _summary(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
