@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.partition import Partition
 from hlem_env.live.pool import Owner, Pool
+from hlem_env.live.time_source import WallTime
 from tests.live.embedding_model import (
     DIM,
     PAGE_ROWS,
@@ -333,18 +332,29 @@ def test_the_boundary_moves_it(device: str) -> None:
     assert cache.shrink_evictions == 16
 
 
-def test_an_emulated_link_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    stopped = SimpleNamespace(perf_counter=lambda: 0.0, sleep=slept.append)
-    monkeypatch.setattr("hlem_env.live.embedding_cache.time", stopped)
+class StoppedTime(WallTime):
+    """Stands still, and notes what is waited for."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def test_an_emulated_link_takes_its_time() -> None:
+    clock = StoppedTime()
     pool = Pool(24 * PAGE_ROWS * TABLES.row_bytes, PAGE_ROWS * TABLES.row_bytes)
     gbps = ROWS * TABLES.row_bytes / 0.05 / 1e9  # 50 ms for all rows
-    cache = EmbeddingCache(pool, TABLES, emulated_link_gbps=gbps)
+    cache = EmbeddingCache(pool, TABLES, emulated_link_gbps=gbps, time_source=clock)
     cache.grow(pool.alloc_pages(20, Owner.EMBEDDING))
     look_up(cache, list(range(ROWS)))
-    assert slept == pytest.approx([0.05])
+    assert clock.slept == pytest.approx([0.05])
     look_up(cache, list(range(ROWS)))
-    assert len(slept) == 1  # all are resident
+    assert len(clock.slept) == 1  # all are resident
     with pytest.raises(ArgumentError, match="emulated_link_gbps"):
         EmbeddingCache(pool, TABLES, emulated_link_gbps=0.0)
 

@@ -52,7 +52,7 @@ class TimedNode:
     """Takes `batch_s` for a batch of at most `most` requests."""
 
     def __init__(self, batch_s: float, most: int = 1) -> None:
-        self.time = SteppedTime()
+        self.time, self.time_source = SteppedTime(), WallTime()
         self.config = SimpleNamespace(warmup_epochs=0, epoch_seconds=0.5, tables=2)
         self.pool = Pool(200 * 4096, 4096)
         self.embedding = SimpleNamespace(resident_rows=0)
