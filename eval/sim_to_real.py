@@ -19,7 +19,7 @@ from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
 from hlem_env.command_line import run_command
-from hlem_env.errors import require
+from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.node import LiveNode
@@ -283,7 +283,13 @@ def main(args: Args) -> int:
     print(time_left(missing, args.seconds, START_S))
     if missing and not args.report:
         return 0
-    profile = HardwareProfile.load(args.profile or f"{setting.config.name}-live")
+    try:
+        profile = HardwareProfile.load(args.profile or f"{setting.config.name}-live")
+    except ArgumentError:
+        if args.report:
+            raise
+        print("no profile to compare with yet: run train.calibrate, then this with --report")
+        return 0
     require(isinstance(profile, NodeProfile), "profile", profile.name, "one of train.calibrate")
     assert isinstance(profile, NodeProfile)
     compared = compare(simulate(setting, part, profile))
