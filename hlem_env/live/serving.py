@@ -7,7 +7,6 @@ epochs; behind the serving bridge it never stops. Everything happens in the call
 
 from __future__ import annotations
 
-
 import numpy as np
 
 from hlem_env import mdp
