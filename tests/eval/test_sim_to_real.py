@@ -23,11 +23,15 @@ def files(tmp_path: Path) -> dict[str, Any]:
     config = replace(
         LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, layers=2, mean_history_tokens=60,
         max_history_tokens=160, rows_per_table=20_000, emulated_link_gbps=None, epoch_seconds=0.25,
-        hot_share=(0.3,), requests_per_s=(100.0,), probe_ms=3.0, warmup_epochs=8,
+        hot_share=(0.3,), requests_per_s=(70.0,), warmup_epochs=8,
     )  # fmt: skip
     plain = vars(HardwareProfile.load("h100"))
     profile = NodeProfile(**(plain | {"append_tokens": 30.0, "overhead_ms": 3.0}))
-    for name, values in (("preset", config.to_json()), ("profile", profile.to_json())):
+    (tmp_path / "records").mkdir()
+    # So that the requests do not depend on the machine.
+    speed = {"probe_ms": config.probe_ms, "speed": 1.0}
+    for name, values in (("preset", config.to_json()), ("profile", profile.to_json()),
+                         ("records/speed-2-layers", speed)):  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     return {
         "preset": str(tmp_path / "preset.json"),
@@ -40,19 +44,19 @@ def files(tmp_path: Path) -> dict[str, Any]:
 
 def test_hit_rates_of_the_two_agree(files: dict[str, Any], tmp_path: Path) -> None:
     args = Args(
-        **files, alphas=(0.1, 0.8), epochs=8, json=tmp_path / "out.json",
+        **files, alphas=(0.1, 0.8), epochs=12, load=1.0, json=tmp_path / "out.json",
         plot=tmp_path / "out.png",
     )  # fmt: skip
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     kv = [row["live"]["kv_hit"] for row in found["rows"]]
     emb = [row["live"]["emb_hit"] for row in found["rows"]]
-    assert max(kv) - min(kv) > 0.03  # alpha matters to both, or agreement would mean nothing
+    assert max(kv) - min(kv) > 0.02  # alpha matters to both, or agreement would mean nothing
     assert max(emb) - min(emb) > 0.2
     for row in found["rows"]:
         assert row["live"]["requests"] > 50
-        assert abs(row["error"]["kv_hit_points"]) < 2.0
-        assert abs(row["error"]["emb_hit_points"]) < 2.0
+        assert abs(row["error"]["kv_hit_points"]) < 0.5
+        assert abs(row["error"]["emb_hit_points"]) < 1.0
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
