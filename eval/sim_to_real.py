@@ -7,7 +7,7 @@ serves the same requests with the profile of `train.calibrate`, and the two are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from eval.machine_state import MachineState
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -148,14 +149,19 @@ class Setting:
         """What the surrogate measures in a run, at the load of a machine of so much speed."""
         return self.serve(surrogate_twin(self.scenario(run), self.at(run), profile, speed), run)
 
-    def serve(self, backend: Backend, run: Run) -> dict[str, Any]:
-        """What a backend measures in a run."""
+    def serve(
+        self, backend: Backend, run: Run, between: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """What a backend measures in a run; `between` is called after each epoch that is measured."""
         args, seconds = self.args, self.config.epoch_seconds
         backend.reset(run.seed)
         before = backend.run(run.alpha_centi, backend.warmup_s)
         for _ in range(args.settle_epochs):
             before = backend.run(run.alpha_centi, seconds)
-        epochs = [backend.run(run.alpha_centi, seconds) for _ in range(args.epochs)]
+        epochs = []
+        for _ in range(args.epochs):
+            epochs.append(backend.run(run.alpha_centi, seconds))
+            between()
         return summary(epochs, before)
 
 
@@ -192,6 +198,7 @@ def summary(epochs: list[EpochStats], before: EpochStats) -> dict[str, Any]:
         "saturated": bool(whole.utilisation > 0.95 or grew),
         "epoch_p99_ms": [epoch.p99_ms for epoch in epochs],
         "epoch_utilisation": [epoch.utilisation for epoch in epochs],
+        "epoch_service_ms": [epoch.mean_service_ms for epoch in epochs],
     }
 
 
@@ -215,7 +222,10 @@ class Live:
         node = self._at(run)
         speed, probe_ms = self.speed(run), node.probe_ms()
         workload = live_workload(setting.scenario(run), node.config, node.entries_in_pool, speed)
-        measured = setting.serve(LiveBackend(workload, node), run)
+        state, samples = MachineState(node), list[dict[str, Any]]()
+        measured = setting.serve(
+            LiveBackend(workload, node), run, lambda: samples.append(state.sample())
+        )
         about = {
             "preset": node.config.to_json(),
             "clock": setting.clock,
@@ -223,7 +233,7 @@ class Live:
             "probe_ms": probe_ms,
             "scenario": setting.scenario(run).to_json(),
         }
-        return {"run": asdict(run), **about, "live": measured}
+        return {"run": asdict(run), **about, "live": measured, "machine_state": samples}
 
     def speed(self, run: Run) -> float:
         """Load of a depth over the preset's, from the probe; measured once."""

@@ -71,6 +71,8 @@ def test_a_slice_goes_on_where_the_last_one_ended(
     assert main(args) == 0
     assert records == {path: path.read_bytes() for path in args.records.iterdir()}
     assert len(records) == 3  # the speed of the machine beside
+    states = [json.loads(text).get("machine_state") for text in records.values()]
+    assert sorted(len(state or ()) for state in states) == [0, 1, 1]  # one an epoch
 
 
 def row(alpha_centi: int, live: float, sim: float, saturated: bool = False) -> dict[str, Any]:

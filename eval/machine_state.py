@@ -1,0 +1,82 @@
+"""How fast a machine was at a moment, beside a live node that stands still, to hold its epochs against.
+
+A node's epochs can take twice as long for seconds on end. These samples, taken between epochs, tell whether
+the host's processor, its link to the device, or the device had become slow, or none of them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hlem_env.live.node import LiveNode
+
+ROWS = 20_000
+"""Read from the host tables, sorted: 20 MB where rows have 1 KiB, half a millisecond of an H100's link."""
+SIDE = 2048
+"""Of the square matrices that are multiplied."""
+TURNS = 20_000
+
+
+class MachineState:
+    """Samples of one node's machine.
+
+    Args:
+        node: whose tables are read; nothing in its caches changes.
+    """
+
+    def __init__(self, node: LiveNode) -> None:
+        self._node = node
+        rows = np.sort(np.random.default_rng(0).integers(node.tables.n_rows, size=ROWS))
+        self._rows = torch.from_numpy(rows).to(node.device)
+        self._square = torch.ones((SIDE, SIDE), device=node.device, dtype=torch.bfloat16)
+        self._before = _system()
+
+    def sample(self) -> dict[str, Any]:
+        """Milliseconds of fixed pieces of work now, and what the system counted since the last sample."""
+        before, self._before = self._before, _system()
+        state: dict[str, Any] = {"python_ms": _timed(_python)}
+        if self._node.device.type == "cuda":
+            self._synchronised(self._fetch)  # the first after a pause wakes the device
+            state["rows_ms"] = self._synchronised(self._fetch)
+            state["matmul_ms"] = self._synchronised(self._multiply)
+        return state | {key: self._before[key] - before[key] for key in before}
+
+    def _fetch(self) -> None:
+        self._node.embedding._fetch(self._rows)
+
+    def _multiply(self) -> None:
+        torch.mm(self._square, self._square)
+
+    def _synchronised(self, work: Any) -> float:
+        def whole() -> None:
+            work()
+            torch.cuda.synchronize(self._node.device)
+
+        return _timed(whole)
+
+
+def _python() -> int:
+    return sum(i & 3 for i in range(TURNS))
+
+
+def _timed(work: Any) -> float:
+    start_s = time.perf_counter()
+    work()
+    return 1000.0 * (time.perf_counter() - start_s)
+
+
+def _system() -> dict[str, int]:
+    """Counts since the start: the machine's stolen ticks, this process's involuntary switches and faults."""
+    stolen = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
+    status = Path("/proc/self/status").read_text().split("nonvoluntary_ctxt_switches:")[1]
+    faults = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    return {
+        "stolen_ticks": stolen,
+        "switches": int(status.split()[0]),
+        "page_faults": int(faults[7]) + int(faults[9]),
+    }
