@@ -53,6 +53,8 @@ const clock = seconds => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 const told = record => record.duration_s > 0;
 const measured = pick => record => (told(record) ? number(pick(record)) : null);
 const latency = pick => measured(r => (pick(r) > 0 ? pick(r) : null));
+// A share of requests says nothing where there were none.
+const ofRequests = pick => measured(r => (r.requests > 0 ? pick(r) : null));
 
 const CHARTS = [
   {
@@ -76,15 +78,15 @@ const CHARTS = [
   {
     title: "Hit rates", format: percent, top: () => 1,
     lines: [
-      { name: "KV tokens", look: "s0", value: measured(r => r.kv_hit) },
-      { name: "embedding rows", look: "s1 dash", value: measured(r => r.emb_hit) },
+      { name: "KV tokens", look: "s0", value: ofRequests(r => r.kv_hit) },
+      { name: "embedding rows", look: "s1 dash", value: ofRequests(r => r.emb_hit) },
     ],
   },
   {
     title: "Workload", format: percent, top: most => Math.max(1, most),
     lines: [
       { name: "working set / pool", look: "s0", value: measured(r => r.working_set) },
-      { name: "hot share", look: "s1 dash", value: measured(r => r.hot_share) },
+      { name: "hot share", look: "s1 dash", value: ofRequests(r => r.hot_share) },
       { name: "utilisation", look: "s2 dotted", value: measured(r => r.utilisation) },
     ],
   },
@@ -343,8 +345,9 @@ function tellState() {
   badge("badge-mode", `mode ${last.mode}`, last.mode === "active" ? "good" : "warn");
   badge("badge-state", last.state, last.state === "normal" ? "good" : "warn");
   const over = last.p99_ms > last.slo_ms;
-  badge("badge-slo", over ? "P99 over SLO" : "P99 within SLO", over ? "bad" : "good");
   if (!told(last)) badge("badge-slo", "no sound telemetry", "bad");
+  else if (!(last.p99_ms > 0)) badge("badge-slo", "no requests", "");
+  else badge("badge-slo", over ? "P99 over SLO" : "P99 within SLO", over ? "bad" : "good");
 }
 
 function condition(last) {
@@ -364,11 +367,11 @@ function condition(last) {
 }
 
 const TILES = [
-  ["P99 / SLO", r => `${words(v => v.toFixed(1))(told(r) ? r.p99_ms : null)} / ${ms(r.slo_ms)}`],
-  ["Within SLO", r => percent(told(r) ? r.qos : null)],
+  ["P99 / SLO", r => `${words(v => v.toFixed(v < 100 ? 1 : 0))(latency(l => l.p99_ms)(r))} / ${number(r.slo_ms) ?? "–"} ms`],
+  ["Within SLO", r => percent(ofRequests(o => o.qos)(r))],
   ["alpha", r => share(r.next_alpha_centi / 100)],
-  ["KV hits", r => percent(told(r) ? r.kv_hit : null)],
-  ["Embedding hits", r => percent(told(r) ? r.emb_hit : null)],
+  ["KV hits", r => percent(ofRequests(o => o.kv_hit)(r))],
+  ["Embedding hits", r => percent(ofRequests(o => o.emb_hit)(r))],
   ["Requests", r => perSecond(told(r) ? r.requests / r.duration_s : null)],
   ["Waiting", r => count(told(r) ? r.backlog : null)],
   ["Pending pages", r => count(told(r) ? r.pending_pages : null)],
@@ -413,7 +416,7 @@ function row(record, moved) {
     html("td", "text layers", layers.join(", ")),
     html("td", "text reason", record.reason),
     html("td", "text", record.mode === "active" ? record.state : `${record.state}, ${record.mode}`),
-    html("td", "", told(record) ? ms(record.p99_ms).replace(" ms", "") : "–"),
+    html("td", "", words(v => v.toFixed(1))(latency(r => r.p99_ms)(record))),
     html("td", "", words(v => v.toFixed(0))(record.decision_us)),
   );
   return line;

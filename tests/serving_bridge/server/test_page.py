@@ -23,7 +23,9 @@ in_browser = [
         not (CHROMIUM and DRIVER), reason="no chromium and chromedriver on the path"
     ),
 ]
-HOSTILE = '</td><img src=x onerror="document.title=\'taken\'"><script>document.title="taken"</script>'
+HOSTILE = (
+    '</td><img src=x onerror="document.title=\'taken\'"><script>document.title="taken"</script>'
+)
 
 # Contrast as WCAG 2 has it, of every element with text of its own against what lies behind it.
 POOR_CONTRAST = """
@@ -87,11 +89,17 @@ def some_epochs(n: int = 40) -> list[EpochRecord]:
         alpha = 60 if epoch < 20 else 40
         made.append(
             record(
-                epoch, alpha_centi=alpha, next_alpha_centi=alpha, wanted_alpha_centi=alpha,
-                alpha_resident=alpha / 100, state="burst" if burst else "normal", held="",
-                p99_ms=90.0 if burst else 20.0 + epoch % 3, reason="policy keeps alpha",
+                epoch,
+                alpha_centi=alpha,
+                next_alpha_centi=alpha,
+                wanted_alpha_centi=alpha,
+                alpha_resident=alpha / 100,
+                state="burst" if burst else "normal",
+                held="",
+                p99_ms=90.0 if burst else 20.0 + epoch % 3,
+                reason="policy keeps alpha",
                 parts={"policy": 2.0, "adapter": 0.0, "recovery": -20.0 if burst else 0.0},
-            )  # fmt: skip
+            )
         )
     return made
 
@@ -139,13 +147,19 @@ def media(browser: Any, width: int, height: int, scheme: str) -> Iterator[None]:
 
 
 def test_page_is_sent_with_a_policy_that_lets_nothing_else_in(node: FakeNode) -> None:
-    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.js", "text/javascript"),
+        ("/page.css", "text/css"),
+    ):
         answer = send(node, path=path, method="GET")
         assert answer.status == 200 and answer.headers["content-type"].startswith(kind)
         assert answer.headers["content-security-policy"] == POLICY
         assert answer.headers["x-content-type-options"] == "nosniff"
         # Nothing is fetched from elsewhere.
-        assert b"//" not in answer.body.replace(b"http://www.w3.org/2000/svg", b"").replace(b"// ", b"")
+        assert b"//" not in answer.body.replace(b"http://www.w3.org/2000/svg", b"").replace(
+            b"// ", b""
+        )
     assert "'unsafe" not in POLICY and "default-src 'none'" in POLICY
 
 
