@@ -63,10 +63,18 @@ class Args:
 
 
 def main(args: Args) -> int:
-    """Run until the load has ended."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, _interrupt)
+    """Run until the load has ended, or Ctrl-C."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _interrupt)
+    try:
+        _run(args)
+    except KeyboardInterrupt:
+        print("\nEnded.", flush=True)
+    return 0
+
+
+def _run(args: Args) -> None:
     workload = args.workload or default_workload()
     print(f"Starting a {args.preset} node; its log is {args.output / 'node.log'}", flush=True)
     arguments = [
@@ -85,7 +93,6 @@ def main(args: Args) -> int:
         print("Ending the node", flush=True)
     figures: dict[str, Any] = load_generator.result(load, total)
     write_result(args.output / "load.json", command("eval.serve_demo"), figures)
-    return 0
 
 
 async def _load(args: load_generator.Args, picture: Path | None) -> Totals:
@@ -135,4 +142,4 @@ def _interrupt(_: int, __: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    run_command("eval.serve_demo", main, Args, lambda args: f"the node's log is in {args.output}")
+    run_command("eval.serve_demo", main, Args)
