@@ -108,6 +108,7 @@ const CHARTS = [
 ];
 
 const HEIGHT = 190;
+const WORD = 34; // width of "burst"
 const MARGIN = { left: 40, right: 10, top: 16, bottom: 20 };
 
 function build() {
@@ -165,6 +166,7 @@ function drawChart(chart, records) {
   const order = chart.lines.map((_, i) => i);
   if (chart.stacked) order.reverse(); // the tallest sum lies lowest
   for (const i of order) parts.push(...drawLine(chart, chart.lines[i], epochs, columns[i], x, y));
+  parts.push(...limitLine(chart, y, records, width));
   chart.at = svg("path", { class: "at", d: "" });
   chart.place = x;
   chart.svg.replaceChildren(...parts, chart.at);
@@ -211,6 +213,7 @@ function spans(records, x) {
   const kind = r => (told(r) ? (r.state === "normal" ? "" : r.state) : "untold");
   const known = { burst: "burst", recovering: "", untold: "" };
   const found = [];
+  let named = -Infinity; // where the last word ends: bursts may follow closely
   for (let i = 0; i < records.length; ) {
     let end = i;
     while (end + 1 < records.length && kind(records[end + 1]) === kind(records[i])) end++;
@@ -220,7 +223,10 @@ function spans(records, x) {
       const right = Math.max(x(records[end].epoch + 0.5), left + 1.5);
       const top = MARGIN.top, height = HEIGHT - MARGIN.top - MARGIN.bottom;
       found.push(svg("rect", { class: name, x: left, y: top, width: right - left, height }));
-      if (known[name]) found.push(svg("text", { class: "burst", x: left, y: top - 4 }, known[name]));
+      if (known[name] && left > named) {
+        found.push(svg("text", { class: "burst", x: left, y: top - 4 }, known[name]));
+        named = left + WORD;
+      }
     }
     i = end + 1;
   }
@@ -235,11 +241,6 @@ function axes(chart, y, records, x, width) {
     parts.push(svg("path", { class: "gridline", d: `M${MARGIN.left} ${at}H${right}` }));
     parts.push(svg("text", { x: MARGIN.left - 5, y: at + 4, "text-anchor": "end" }, brief(tick, chart)));
   }
-  if (chart.limit && chart.limit(records.at(-1)) !== null) {
-    const at = y.place(chart.limit(records.at(-1)));
-    parts.push(svg("path", { class: "limit-line", d: `M${MARGIN.left} ${at}H${right}` }));
-    parts.push(svg("text", { class: "limit", x: right, y: at - 4, "text-anchor": "end" }, "SLO"));
-  }
   const most = Math.max(2, Math.floor((right - MARGIN.left) / 110));
   for (let i = 0; i < Math.min(most, records.length); i++) {
     const record = records[Math.round((i * (records.length - 1)) / Math.max(most - 1, 1))];
@@ -249,6 +250,16 @@ function axes(chart, y, records, x, width) {
   }
   parts.push(svg("path", { class: "axis", d: `M${MARGIN.left} ${bottom}H${right}` }));
   return parts;
+}
+
+function limitLine(chart, y, records, width) {
+  const limit = chart.limit ? chart.limit(records.at(-1)) : null;
+  if (limit === null) return [];
+  const at = y.place(limit), right = width - MARGIN.right;
+  return [
+    svg("path", { class: "limit-line", d: `M${MARGIN.left} ${at}H${right}` }),
+    svg("text", { class: "limit", x: right, y: at - 4, "text-anchor": "end" }, "SLO"),
+  ];
 }
 
 function brief(tick, chart) {
