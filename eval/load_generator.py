@@ -279,7 +279,7 @@ class Generator:
         node = f"alpha {self._last['alpha_centi'] / 100:.2f} {self._last['state']}"
         if self._node_lost:
             node = "the node does not answer"
-        burst = " BURST" if self._burst.runs(passed_s) else ""
+        burst = " BURST" if self._burst.runs(passed_s - self.args.report_seconds / 2) else ""
         outcomes = ", ".join(f"{name} {lately.outcomes[name]}" for name in OUTCOMES)
         line = (
             f"{passed_s:6.0f} s  {lately.sent / self.args.report_seconds:6.1f} requests/s"
