@@ -15,16 +15,18 @@ STAMP := $(VENV)/.complete
 USABLE := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean FORCE
+.PHONY: help demo serve-demo test lint bench clean FORCE
 
 help:
-	@echo "make demo    train a small policy, compare it with the baselines, write runs/demo/report.html"
-	@echo "make test    lint, then all tests"
-	@echo "make lint    ruff (rules and format), mypy --strict, import-linter"
-	@echo "make bench   time the surrogate, a decision and a live node on the CPU; JSON in runs/bench"
-	@echo "make clean   remove .venv, caches and build outputs; keep runs/"
+	@echo "make demo        train a small policy, compare it with the baselines, write runs/demo/report.html"
+	@echo "make serve-demo  a served node on the CPU under load, its page in the browser; Ctrl-C ends it"
+	@echo "make test        lint, then all tests"
+	@echo "make lint        ruff (rules and format), mypy --strict, import-linter"
+	@echo "make bench       time the surrogate, a decision and a live node on the CPU; JSON in runs/bench"
+	@echo "make clean       remove .venv, caches and build outputs; keep runs/"
 	@echo ""
 	@echo "PYTHON=python3.12       the Python, 3.11 or newer, that makes .venv (now: $(PYTHON))"
+	@echo "SERVE_FLAGS='--help'     flags for eval.serve_demo under make serve-demo"
 	@echo "PYTEST_FLAGS='-n 2'     flags for pytest under make test (now: $(PYTEST_FLAGS))"
 
 demo: $(STAMP)
@@ -32,6 +34,9 @@ demo: $(STAMP)
 	$(BIN)/python -m eval.compare --policies runs/demo/policy agents/pretrained/working_set \
 	  --output runs/demo --seeds 4 --alpha-step 0.04 --title "HLEM demo"
 	@echo "Report: $(CURDIR)/runs/demo/report.html"
+
+serve-demo: $(STAMP)
+	$(BIN)/python -m eval.serve_demo $(SERVE_FLAGS)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests

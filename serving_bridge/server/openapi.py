@@ -112,7 +112,9 @@ def _status() -> Json:
         "schema": {"type": "integer", "minimum": -1, "maximum": 10**18 - 1, "default": -1},
     }
     epochs = {"type": "array", "items": {"type": "object", "required": ["epoch"]}}
-    path = _read("The node's last epochs", _object(epochs=epochs))
+    # Another `run` is another process of the node: its epochs count from 0.
+    told = _object(run=_STRING, ready=_BOOL, draining=_BOOL, epochs=epochs)
+    path = _read("The node's last epochs", told)
     path["get"]["parameters"] = [after]
     path["get"]["responses"] |= _refusals(400)
     return path

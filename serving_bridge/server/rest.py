@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from serving_bridge.server.json_codec import (
     write_inference,
 )
 from serving_bridge.server.openapi import openapi_document
+from serving_bridge.server.page import HEADERS, page_files
 from serving_bridge.server.refusals import FAILED, ClientGone, refusal, retry_after
 from serving_bridge.server.request_body import JSON, RAW, read_body
 from serving_bridge.status import StatusSource
@@ -69,8 +71,10 @@ def build_app(
     for path, endpoint in _inference_routes(dispatch).items():
         _get(app, path, endpoint)
     _get(app, "/metrics", _metrics(dispatch))
-    _get(app, "/status", _status(status))
+    _get(app, "/status", _status(dispatch, status))
     _get(app, "/openapi.json", _fixed(document))
+    for path, file in page_files().items():
+        _get(app, path, _fixed(file.content, file.media_type, HEADERS))
     if control is not None and admin_token is not None:
         app.include_router(admin_routes(control, admin_token))
     app.add_exception_handler(ScoringError, _refused)
@@ -119,9 +123,11 @@ def _readiness(dispatch: Dispatch, answer: dict[str, Any]) -> Response:
     )
 
 
-def _fixed(content: bytes) -> Endpoint:
+def _fixed(
+    content: bytes, media_type: str = JSON, headers: Mapping[str, str] | None = None
+) -> Endpoint:
     async def endpoint(_: Request) -> Response:
-        return Response(content, media_type=JSON)
+        return Response(content, headers=headers, media_type=media_type)
 
     return endpoint
 
@@ -155,14 +161,23 @@ def _metrics(dispatch: Dispatch) -> Endpoint:
     return endpoint
 
 
-def _status(status: StatusSource | None) -> Endpoint:
+def _status(dispatch: Dispatch, status: StatusSource | None) -> Endpoint:
+    # Epochs count from 0 again after a restart: by this a reader sees that there was one.
+    run = secrets.token_hex(8)
+
     async def endpoint(request: Request) -> Response:
         after = request.query_params.get("after", "-1")
         if _EPOCH.fullmatch(after) is None:
             raise InvalidRequest("after must be the number of an epoch, or -1")
         records = [] if status is None else status.recent(int(after))
         # orjson reads the fields of a dataclass itself, a hundred times faster than `asdict`.
-        return Response(orjson.dumps({"epochs": records}, default=dict), media_type=JSON)
+        told = {
+            "run": run,
+            "ready": dispatch.ready,
+            "draining": dispatch.draining,
+            "epochs": records,
+        }
+        return Response(orjson.dumps(told, default=dict), media_type=JSON)
 
     return endpoint
 

@@ -137,11 +137,11 @@ def record(epoch: int, **changed: object) -> EpochRecord:
 class FakeNode:
     """What a test holds of a running node."""
 
-    def __init__(self, limits: Limits = LIMITS, drain_s: float = 5.0) -> None:
+    def __init__(self, limits: Limits = LIMITS, drain_s: float = 5.0, port: int = 0) -> None:
         self.scorer, self.status, self.control = FakeScorer(limits), FakeStatus(), FakeControl()
         self.server = NodeServer(
             self.scorer,
-            Listen(port=0, grpc_port=0, drain_s=drain_s),
+            Listen(port=port, grpc_port=0, drain_s=drain_s),
             self.status,
             self.control,
             TOKEN,

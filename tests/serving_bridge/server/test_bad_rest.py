@@ -281,7 +281,7 @@ def test_body_at_the_limit(node: FakeNode, chunked: bool) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
+        "/page",
         "/v2/",
         "/docs",
         "/v2/models/zq9",

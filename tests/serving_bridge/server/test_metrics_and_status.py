@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving_bridge.scoring import Overloaded
 from serving_bridge.server.metrics import Metrics
 from serving_bridge.status import EpochRecord
-from tests.serving_bridge.server.fake_node import FakeNode, FakeStatus, record
+from tests.serving_bridge.server.fake_node import FakeNode, FakeStatus, record, running
 from tests.serving_bridge.server.wire import good, send, with_input
 
 Samples = dict[tuple[str, ...], float]
@@ -88,14 +88,25 @@ def epochs(node: FakeNode, query: str = "") -> Any:
 
 
 def test_status_gives_the_epochs_after_one(node: FakeNode) -> None:
-    assert epochs(node).json == {"epochs": []}
+    assert epochs(node).json["epochs"] == []
     node.status.records += [record(epoch) for epoch in range(5)]
     assert [found["epoch"] for found in epochs(node).json["epochs"]] == [0, 1, 2, 3, 4]
     found = epochs(node, "?after=3").json["epochs"]
     assert [EpochRecord(**one) for one in found] == [record(4)]
-    assert epochs(node, "?after=4").json == {"epochs": []}
+    assert epochs(node, "?after=4").json["epochs"] == []
 
 
 @pytest.mark.parametrize("after", ["x", "1.5", "-2", "", "1e3", "9" * 19, "%00", "\u0663"])
 def test_status_refuses_what_is_no_epoch(node: FakeNode, after: str) -> None:
     assert epochs(node, f"?after={quote(after, safe='%')}").status == 400
+
+
+def test_status_tells_a_restart_and_a_drain(node: FakeNode) -> None:
+    told = epochs(node).json
+    assert (told["ready"], told["draining"]) == (True, False)
+    with running(FakeNode()) as other:
+        # Epochs count from 0 in another process: by this a reader tells them apart.
+        assert epochs(other).json["run"] != told["run"] == epochs(node).json["run"]
+        other.server.dispatch.draining = True
+        told = epochs(other).json
+        assert (told["ready"], told["draining"]) == (False, True)
