@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env import mdp
+from hlem_env.borrowed import borrowed
 from hlem_env.errors import BackendError, require, require_choice, require_number
 from hlem_env.eviction import recency
-from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
 from hlem_env.surrogate.hit_rates import (
     Curve,
