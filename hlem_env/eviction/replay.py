@@ -76,6 +76,7 @@ def replay(
     capacity: int,
     predicted: Floats | None = None,
     half_life: float | None = None,
+    mirror: bool = True,
 ) -> Replay:
     """Serve requests for keys [n] from a cache of `capacity` items that is empty at first.
 
@@ -86,6 +87,8 @@ def replay(
         predicted: [n] number of the key's next request as predicted at each request, infinity for
             never. Needed by laru, hf and fpb.
         half_life: of the scan-resistant counts, in requests; by default 20 for each item that fits.
+        mirror: read an overdue prediction p at time t as t + (t - p). Without it the largest p goes, as
+            in the literature; predictions must not be negative then.
 
     Raises:
         ArgumentError: naming the argument and what is allowed.
@@ -113,9 +116,11 @@ def replay(
     times = np.ascontiguousarray(predicted, np.float64)
     usable = bool((times > -np.inf).all())  # NaN is not
     require(usable, "predicted", "the array", "numbers, or infinity for never")
+    lowest = float(times.min())
+    require(mirror or lowest >= 0, "predicted", lowest, "0 or more, where nothing is mirrored")
     state = laru.new_state(laru.RULES.get(policy, laru.FPB), capacity)
     places = recency_tape.new_tape(2 * min(capacity, users))
-    _by_prediction(laru.new_items(users), *places, state, keys, times, hit, victim)
+    _by_prediction(laru.new_items(users), *places, state, keys, times, mirror, hit, victim)
     return Replay(hit, victim, int(state["mispredictions"][0]))
 
 
@@ -128,6 +133,7 @@ def _by_prediction(
     states: Any,
     keys: Keys,
     predicted: Floats,
+    mirror: bool,
     hit: NDArray[np.bool_],
     victim: Keys,
 ) -> None:
@@ -145,7 +151,7 @@ def _by_prediction(
                 laru.lose_confidence(state)
                 place = recency_tape.oldest(tape, nodes, levels)
             else:
-                place = laru.choose(tape, nodes, levels, state, float(t))
+                place = laru.choose(tape, nodes, levels, state, float(t) if mirror else 0.0)
             victim[t] = tape[place].key
             laru.take(items, tape, nodes, levels, state, victim[t])
             laru.note_eviction(items, state, victim[t], not distrusted)
