@@ -2,8 +2,9 @@
 
 Policies x sequences x cache sizes: miss ratio, competitive ratio (misses over Belady's), error of the
 prediction, time an access. Every item takes one slot. A cache's size is a share of the sequence's
-distinct keys. Predictions come from POPU and from the predictor that learns as it goes; they do not
-depend on the cache, so each sequence is predicted once.
+distinct keys. Predictions come from POPU and from the predictor that learns as it goes, with the 22
+features of users and, for rows, with the 4 of rows as well; they do not depend on the cache, so each
+sequence is predicted once.
 
     --golden FOLDER    checks right values from outside on public inputs (eval.caching_golden)
     --noise            predictions replaced by their worst case with probability 0 to 1
@@ -39,6 +40,7 @@ from hlem_env.machine import command, write_result
 
 BLIND = ("lru", "scan_resistant")
 RANKED = ("hf", "fpb", "laru")
+LEARNED = {"users": "22 features", "rows": "4 features"}
 REFERENCE_SHARES = 3
 """Cache sizes of a sequence that are compared with libCacheSim."""
 
@@ -55,7 +57,7 @@ class Args:
     """cache sizes over the distinct keys"""
     most_requests: int = 100_000
     """of a sequence, its first ones"""
-    label_window: float = 1.0
+    label_window: float = 0.3
     """of the learned predictor, in distinct keys of the sequence"""
     train_every: int = 1_000
     """new samples between two trainings"""
@@ -169,10 +171,13 @@ def measured(sequence: Sequence, args: Args) -> tuple[list[Cell], str]:
     """All policies at all sizes, and a line on the training."""
     keys, window = sequence.keys, args.label_window * sequence.distinct
     schedule = Schedule(every=args.train_every)
-    by_learning, predictor = predictors.learned(keys, sequence.kind, window, schedule)
-    sources: dict[str, Floats] = {"popu": predictors.popu(keys), "learned": by_learning}
+    sources: dict[str, Floats] = {"popu": predictors.popu(keys)}
+    trained = []
+    for kind in dict.fromkeys(("users", sequence.kind)):
+        name = LEARNED[kind]
+        sources[name], predictor = predictors.learned(keys, kind, window, schedule)
+        trained.append(f"{predictor.trainings} models of {name}")
     errors = {name: predictors.error(keys, given, window) for name, given in sources.items()}
-    training = f"{predictor.trainings} models of {sequence.kind} features"
     cells = []
     for share in args.shares:
         capacity = max(1, round(share * sequence.distinct))
@@ -191,7 +196,7 @@ def measured(sequence: Sequence, args: Args) -> tuple[list[Cell], str]:
 
         cells += [cell(policy, None) for policy in (*BLIND, "belady")]
         cells += [cell(policy, source) for source in sources for policy in RANKED]
-    return cells, training
+    return cells, ", ".join(trained)
 
 
 def against_reference(sequence: Sequence, cells: list[Cell]) -> list[dict[str, Any]]:
