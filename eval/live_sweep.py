@@ -56,7 +56,7 @@ class Args:
     seed: int = 1
     """of requests and warm-up"""
     kv_policy: str = "scan_resistant"
-    """or lru"""
+    """or lru, laru, hf, fpb"""
     json: Path | None = None
     """file for the figures"""
     plot: Path | None = None

@@ -88,6 +88,7 @@ def access(
     hashed: bool,
     keys: Any,
     times: Any,
+    sizes: Any,
     window: float,
     waiting: Any,
     line: Any,
@@ -104,6 +105,7 @@ def access(
         hashed: whether keys share cells; the latest key has a cell.
         keys: accessed.
         times: of it.
+        sizes: of what the keys stand for, or none.
         window: the label window.
         waiting: ring of (time, cell) of accesses whose label may still be unknown.
         line: [2] first and one after the last of those, ever growing numbers.
@@ -142,6 +144,8 @@ def access(
                 for j in range(GAPS - 1, 0, -1):
                     row[j] = row[j - 1]
                 row[0] = gap
+        if sizes.size > 0:
+            record.size = sizes[i]
         record.visits += 1.0
         if users:
             decay(row, max(gap, 0.0), window)

@@ -82,13 +82,13 @@ class OnlinePredictor:
     Args:
         label_window: a key that is not requested again within it gets the label of twice as long, and
             so does the prediction of anything while there is no model. In units of the times.
-        kind: "users": 22 features, keys are small whole numbers (a policy's). "rows": 4 features, any
-            keys, hashed to `cells` cells.
+        kind: "users": 22 features. "rows": 4.
         schedule: of the training.
         background: train in a thread. Without it training happens at once, in `access`, and the same
             requests give the same predictions.
-        cells: of "rows", a power of two; of keys that share a cell the latest is known.
+        cells: of hashed keys, a power of two; of keys that share a cell the latest is known.
         train: makes a forest of samples and labels; by default the schedule's.
+        hashed: keys are any numbers; else small ones, a policy's. By default those of rows are.
 
     Raises:
         ArgumentError: naming the argument and what is allowed.
@@ -103,6 +103,7 @@ class OnlinePredictor:
         background: bool = True,
         cells: int = 2**20,
         train: Train | None = None,
+        hashed: bool | None = None,
     ) -> None:
         require_number("label_window", label_window)
         require(label_window > 0, "label_window", label_window, "above 0")
@@ -119,7 +120,7 @@ class OnlinePredictor:
         self.last_error: Exception | None = None
         self._train: Train = train or self.schedule.train
         self._width = USER_FEATURES if kind == "users" else ROW_FEATURES
-        self._hashed = kind == "rows"
+        self._hashed = kind == "rows" if hashed is None else hashed
         n = cells if self._hashed else _INITIAL_KEYS
         self._records = features.new_records(n)
         self._known = np.zeros((n, self._width), np.float32)
@@ -141,14 +142,17 @@ class OnlinePredictor:
             return False
         return int(self._samples.written[0]) - model[1] <= self.schedule.lag_limit
 
-    def access(self, keys: Keys, times: Floats) -> Floats:
-        """See `Predictor.access`. The times ascend."""
+    def access(
+        self, keys: Keys, times: Floats, sizes: NDArray[np.integer[Any]] | None = None
+    ) -> Floats:
+        """See `Predictor.access`. The times ascend; sizes [n] are as `describe` takes them."""
         keys = np.ascontiguousarray(keys, np.int64)
         if keys.size:
             self._reserve(int(keys.max()) + 1)
         rows = np.empty((keys.size, self._width), np.float32)
+        given = np.empty(0, np.float32) if sizes is None else np.asarray(sizes, np.float32)
         features.access(
-            self._records, self._known, self._hashed, keys, np.asarray(times, np.float64),
+            self._records, self._known, self._hashed, keys, np.asarray(times, np.float64), given,
             self.label_window, self._waiting, self._line, rows, *self._samples,
         )  # fmt: skip
         seen = int(self._samples.written[0])

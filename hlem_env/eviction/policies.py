@@ -30,8 +30,8 @@ def make_policy(
 
     Args:
         name: "lru", "scan_resistant", "laru", "hf" or "fpb".
-        half_life_s: of the scan-resistant policy's counts; a tenth of the label window of a learned
-            policy's own predictor.
+        half_life_s: of the scan-resistant policy's counts; half the label window of a learned policy's
+            own predictor.
         predictor: of a learned policy; by default one that learns as it goes, which needs the extra
             `baselines` (LightGBM).
 
@@ -43,7 +43,7 @@ def make_policy(
     if name in recency.POLICIES:
         return Lru() if name == "lru" else ScanResistant(half_life_s)
     if predictor is None:
-        predictor = OnlinePredictor(label_window=10.0 * half_life_s)
+        predictor = OnlinePredictor(label_window=2.0 * half_life_s)
     return Learned(name, predictor, REPREDICTED)
 
 
@@ -156,6 +156,9 @@ class _Recency:
         self._size = entries.size
         self._heap[: self._size] = entries[np.argsort(entries["key"])]  # sorted is a heap, too
         self._users["score"][known] = self._unseen
+
+    def close(self) -> None:
+        """See `EvictionPolicy.close`: nothing runs."""
 
     def _follow(self, now: float) -> None:
         """Move the origin of decayed counts so that no weight overflows."""

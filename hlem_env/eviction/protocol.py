@@ -87,3 +87,6 @@ class EvictionPolicy(Protocol):
         Raises:
             BackendError: a key is in the cache or pinned.
         """
+
+    def close(self) -> None:
+        """Stop what runs in the background; nothing is asked afterwards."""

@@ -81,7 +81,8 @@ class LiveNode:
 
     Args:
         config: what it is made of.
-        kv_policy: "scan_resistant" or "lru"; when the attribute changes, from the next `reset` on.
+        kv_policy: a name of `hlem_env.eviction.policies`; learned ones learn while the node serves.
+            When the attribute changes, from the next `reset` on.
         tables: of another node with the same ones, instead of making them anew, which takes a minute
             where they are large.
         time_source: what its times follow.
@@ -143,6 +144,7 @@ class LiveNode:
             persistent_users, self.tables, config.zipf, config.seed, config.candidates
         )
         self.pool.reset()
+        self._close_kv()
         self.embedding = EmbeddingCache(
             self.pool, self.tables, half_life_s=half_life_s,
             emulated_link_gbps=config.emulated_link_gbps, time_source=self.time_source,
@@ -274,12 +276,17 @@ class LiveNode:
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""
+        self._close_kv()
         for name in (
             "tables", "pool", "model", "embedding", "kv", "partition", "refill", "_graphs", "_transfers",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _close_kv(self) -> None:
+        if "kv" in self.__dict__:
+            self.kv.close()
 
     def _rehearse(self) -> None:
         """Do once, as large as it gets, what requests and moves may need; the caches are as new afterwards.

@@ -1,0 +1,5 @@
+"""See `hlem_env.borrowed`."""
+
+from hlem_env.borrowed import borrowed
+
+__all__ = ["borrowed"]
