@@ -17,7 +17,6 @@ named and left out. LRU and Belady are compared with libCacheSim's where that is
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,13 +184,11 @@ def measured(sequence: Sequence, args: Args) -> tuple[list[Cell], str]:
 
         def cell(policy: str, source: str | None) -> Cell:
             given = None if source is None else sources[source]
-            began = time.thread_time()
             result = replay(policy, keys, capacity, given)  # noqa: B023
-            seconds = time.thread_time() - began
             return Cell(
                 sequence.name, keys.size, sequence.distinct, share, capacity, policy, source,  # noqa: B023
                 result.miss_ratio, result.misses / least, None if source is None else errors[source],  # noqa: B023
-                1e9 * seconds / keys.size, result.mispredictions,
+                1e9 * result.seconds / keys.size, result.mispredictions,
             )  # fmt: skip
 
         cells += [cell(policy, None) for policy in (*BLIND, "belady")]

@@ -6,6 +6,7 @@ keeps out what is worth no more than its victim.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ class Replay:
     """[n] key evicted for it, NOBODY or NOT_ADMITTED."""
     mispredictions: int
     """Detected by LARU."""
+    seconds: float
+    """CPU time of this thread in the policy, from the first request to the last."""
 
     @property
     def misses(self) -> int:
@@ -105,10 +108,9 @@ def replay(
         require(half_life > 0, "half_life", half_life, "above 0")
         records = np.zeros(users, recency.USER_FIELDS)
         heap = np.empty(users, recency.HEAP_ENTRY)
-        _by_recency(
-            recency.POLICIES[policy], records, heap, keys, capacity, float(half_life), hit, victim
-        )
-        return Replay(hit, victim, 0)
+        rule, began = recency.POLICIES[policy], time.thread_time()
+        _by_recency(rule, records, heap, keys, capacity, float(half_life), hit, victim)
+        return Replay(hit, victim, 0, time.thread_time() - began)
     if policy == "belady":
         predicted = next_requests(keys)
     given = None if predicted is None else np.shape(predicted)
@@ -120,8 +122,10 @@ def replay(
     require(mirror or lowest >= 0, "predicted", lowest, "0 or more, where nothing is mirrored")
     state = laru.new_state(laru.RULES.get(policy, laru.FPB), capacity)
     places = recency_tape.new_tape(2 * min(capacity, users))
-    _by_prediction(laru.new_items(users), *places, state, keys, times, mirror, hit, victim)
-    return Replay(hit, victim, int(state["mispredictions"][0]))
+    items, began = laru.new_items(users), time.thread_time()
+    _by_prediction(items, *places, state, keys, times, mirror, hit, victim)
+    seconds = time.thread_time() - began
+    return Replay(hit, victim, int(state["mispredictions"][0]), seconds)
 
 
 @_compiled

@@ -25,8 +25,8 @@ from hlem_env import mdp
 from hlem_env.errors import BackendError, require, require_choice, require_number
 from hlem_env.eviction import laru, recency
 from hlem_env.eviction.policies import POLICIES
-from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate import ranked_kv
+from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate.forecast import Forecast
 from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
 from hlem_env.surrogate.hit_rates import (
