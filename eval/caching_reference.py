@@ -17,6 +17,10 @@ from eval.caching_sequences import ORACLE_GENERAL
 from hlem_env.eviction.replay import Keys, next_requests
 
 
+HASH_BITS = 16
+"""Of its table, which grows; the default of 24 takes longer to fill with zeros than our traces to run."""
+
+
 def missing() -> str | None:
     """Why there is no reference; None when there is one."""
     if importlib.util.find_spec("libcachesim") is None:
@@ -36,6 +40,8 @@ def misses(policy: str, keys: Keys, capacity: int) -> int:
         records["next"] = np.where(np.isinf(following), -1, following + 1)
         records.tofile(path)
         reader = library.TraceReader(str(path), library.TraceType.ORACLE_GENERAL_TRACE)
-        cache = {"lru": library.LRU, "belady": library.Belady}[policy](capacity)
+        cache = {"lru": library.LRU, "belady": library.Belady}[policy](
+            capacity, hashpower=HASH_BITS
+        )
         ratio, _ = cache.process_trace(reader)
     return round(ratio * keys.size)
