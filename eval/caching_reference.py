@@ -16,7 +16,6 @@ import numpy as np
 from eval.caching_sequences import ORACLE_GENERAL
 from hlem_env.eviction.replay import Keys, next_requests
 
-
 HASH_BITS = 16
 """Of its table, which grows; the default of 24 takes longer to fill with zeros than our traces to run."""
 
