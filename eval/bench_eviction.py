@@ -108,10 +108,10 @@ def timed(name: str, keys: Keys, args: Args) -> list[dict[str, Any]]:
         given |= {(policy, source): predicted for policy in ("laru", "fpb", "hf")}
     best: dict[tuple[str, str | None], tuple[float, float]] = {}
     for _ in range(args.rounds):
-        for (policy, source), predicted in given.items():
-            result = replay(policy, keys, args.capacity, predicted)
-            before = best.get((policy, source), (np.inf, 0.0))[0]
-            best[policy, source] = (min(before, result.seconds), result.miss_ratio)
+        for key, times in given.items():
+            result = replay(key[0], keys, args.capacity, times)
+            before = best.get(key, (np.inf, 0.0))[0]
+            best[key] = (min(before, result.seconds), result.miss_ratio)
     lru = best["lru", None][0]
     return [
         {

@@ -34,7 +34,7 @@ from eval.caching_sequences import Sequence, key_file, public
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.eviction.online import Schedule
-from hlem_env.eviction.replay import Floats, replay
+from hlem_env.eviction.replay import Floats, next_requests, replay
 from hlem_env.machine import command, write_result
 
 BLIND = ("lru", "scan_resistant")
@@ -107,8 +107,8 @@ def main(args: Args) -> int:
     if args.golden is not None:
         return golden(args, args.golden, console)
     sequences, skipped = found_sequences(args)
-    for name, reason in skipped.items():
-        console.print(f"left out: {name}: {reason}")
+    for name, why in skipped.items():
+        console.print(f"left out: {name}: {why}")
     require(bool(sequences), "traces", str(args.traces), "a folder with a public trace, or --keys")
     if args.noise:
         return noise(args, sequences, console)
@@ -122,7 +122,7 @@ def main(args: Args) -> int:
         compared += against_reference(sequence, part)
         console.print(table_of(part, training))
     reason = reference.missing()
-    differing = [line for line in compared if line["ours"] != line["libcachesim"]]
+    differing = [each for each in compared if each["ours"] != each["libcachesim"]]
     console.print(
         f"libCacheSim: {reason}"
         if reason
@@ -176,7 +176,7 @@ def measured(sequence: Sequence, args: Args) -> tuple[list[Cell], str]:
         name = LEARNED[kind]
         sources[name], predictor = predictors.learned(keys, kind, window, schedule)
         trained.append(f"{predictor.trainings} models of {name}")
-    errors = {name: predictors.error(keys, given, window) for name, given in sources.items()}
+    errors = {name: predictors.error(keys, by, window) for name, by in sources.items()}
     cells = []
     for share in args.shares:
         capacity = max(1, round(share * sequence.distinct))
@@ -248,7 +248,7 @@ def noise(args: Args, sequences: list[Sequence], console: Console) -> int:
         keys = sequence.keys
         capacity = max(1, round(args.noise_share * sequence.distinct))
         rate: Callable[..., float] = lambda *given: 1.0 - replay(*given).miss_ratio  # noqa: E731
-        true = predictors.next_requests(keys)
+        true = next_requests(keys)
         blind = {policy: rate(policy, keys, capacity) for policy in (*BLIND, "belady")}
         table = Table(title=f"{sequence.name}, {capacity:,} slots: hit rate", title_justify="left")
         for heading in ("worst with", *blind, *RANKED):

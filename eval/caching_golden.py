@@ -35,6 +35,7 @@ RATIOS = {
     ("laru", "pleco"): 1.366,
 }
 """Competitive ratios on BrightKite as LCR (arXiv 2509.20979) and A. Antoniadis et al. define them."""
+PREDICTORS = {"popu": popu, "pleco": pleco}
 CLOUD = "cloudPhysicsIO.txt"
 MISS_RATIOS = {
     ("lru", 489): 0.8380,
@@ -93,7 +94,7 @@ def _brightkite(sets: list[Keys], mirror: bool) -> Iterator[Check]:
     for (policy, predictor), expected in RATIOS.items():
         misses = 0
         for keys in sets:
-            predicted = {"popu": popu, "pleco": pleco, None: lambda _: None}[predictor](keys)
+            predicted = None if predictor is None else PREDICTORS[predictor](keys)
             misses += replay(policy, keys, SLOTS, predicted, mirror=mirror).misses
         name = policy if predictor is None else f"{policy} with {predictor}"
         yield Check(f"BrightKite, {name}: competitive ratio", expected, round(misses / least, 3))

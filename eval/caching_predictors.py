@@ -26,7 +26,8 @@ def popu(keys: Keys) -> Floats:
     count = np.empty(keys.size, np.int64)
     count[order] = np.arange(keys.size) - np.repeat(starts, np.diff(starts, append=keys.size)) + 1
     t = np.arange(1, keys.size + 1)
-    return t + t / count
+    expected: Floats = t + t / count
+    return expected
 
 
 def pleco(keys: Keys) -> Floats:
@@ -41,7 +42,8 @@ def pleco(keys: Keys) -> Floats:
     order = np.argsort(keys, kind="stable")
     same = keys[order][1:] == keys[order][:-1]
     previous[order[1:][same]] = order[:-1][same]
-    return _pleco(weight, np.cumsum(weight), previous)
+    expected: Floats = _pleco(weight, np.cumsum(weight), previous)
+    return expected
 
 
 @numba.njit(cache=True)

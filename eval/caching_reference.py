@@ -43,4 +43,4 @@ def misses(policy: str, keys: Keys, capacity: int) -> int:
             capacity, hashpower=HASH_BITS
         )
         ratio, _ = cache.process_trace(reader)
-    return round(ratio * keys.size)
+    return round(float(ratio) * keys.size)

@@ -101,7 +101,7 @@ def measure(share: float, policy: str, args: Args) -> Row:
 def main(args: Args) -> int:
     """Measure, print, write."""
     cells = [(share, policy) for share in args.hot_shares for policy in args.policies]
-    rows = [measure(*cell, args) for cell in tqdm(cells, disable=None)]
+    rows = [measure(share, policy, args) for share, policy in tqdm(cells, disable=None)]
     table = Table(title="default/steady on the surrogate: P99, ms", title_justify="left")
     for heading in ("hot share", "KV policy", "best alpha", "P99 there", "KV hit"):
         table.add_column(heading, justify="right")

@@ -582,7 +582,7 @@ class SurrogateBackend:
         heap = self._heap[: int(clock["heap_size"][0])].copy()
         lists = self._lists[: int(clock["hot_listed"][0])].copy()
         assert self._waiting is not None
-        kv = ranked_kv.RankedKv(*(array.copy() for array in self._kv))
+        kv = self._kv.copy()
         forecast = None if self._forecast is None else self._forecast.copy()
         return NodeState(
             users, heap, lists, clock, self._now_s, self._waiting, kv, forecast, self._waiting_gaps

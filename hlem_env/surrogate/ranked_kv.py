@@ -32,6 +32,16 @@ class RankedKv(NamedTuple):
         state = laru.new_state(laru.RULES[policy], 2**31)
         return cls(laru.new_items(slots), *recency_tape.new_tape(2 * slots), state)
 
+    def copy(self) -> RankedKv:
+        """The same at this moment."""
+        return RankedKv(
+            self.items.copy(),
+            self.tape.copy(),
+            self.nodes.copy(),
+            self.levels.copy(),
+            self.state.copy(),
+        )
+
 
 _compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
