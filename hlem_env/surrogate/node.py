@@ -629,13 +629,14 @@ class SurrogateBackend:
         self, requests: Requests, end_s: float, embedding_pages: int, outputs: tuple[Any, ...]
     ) -> int:
         """Serve until `end_s`, into `outputs`: how many requests have started."""
+        latency_ms, service_ms, arrival_s, is_hot = outputs
         return int(
             _serve(
                 self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
                 self._run, self._now_s, end_s, self._pool_pages - embedding_pages,
                 embedding_pages * self._rows_per_page,
                 requests.arrival_s, requests.user, requests.history_length, requests.new_items,
-                *outputs, self._kv, self._serving_gaps,
+                latency_ms, service_ms, arrival_s, is_hot, self._kv, self._serving_gaps,
             )
         )  # fmt: skip
 
