@@ -54,7 +54,7 @@ def streams(args: Args) -> dict[str, Keys]:
     """Requests over ten times as many keys as fit, by a bounded Zipf law, and over twice as many alike."""
     rng = np.random.default_rng(1)
     found = {}
-    for exponent in (0.9, 0.7):
+    for exponent in (1.2, 0.9, 0.7):
         weight = np.arange(1, 10 * args.capacity + 1) ** -exponent
         ranks = np.searchsorted(np.cumsum(weight) / weight.sum(), rng.random(args.requests))
         keys = rng.permutation(10 * args.capacity)[np.minimum(ranks, weight.size - 1)]
