@@ -56,7 +56,9 @@ class Args:
     seed: int = 1
     """of requests and warm-up"""
     kv_policy: str = "scan_resistant"
-    """or lru"""
+    """or lru, laru, hf, fpb"""
+    row_policy: str = "lru"
+    """of the embedding cache; or scan_resistant, or on a CPU laru"""
     json: Path | None = None
     """file for the figures"""
     plot: Path | None = None
@@ -201,7 +203,7 @@ def main(args: Args) -> int:
     require(args.load > 0, "load", args.load, "above 0")
     for alpha in args.alphas:
         require(0 <= alpha <= 1, "alphas", alpha, "0 to 1")
-    node = LiveNode(config, args.kv_policy)
+    node = LiveNode(config, args.kv_policy, row_policy=args.row_policy)
     try:
         probe_ms = node.probe_ms()
         rows = sweep(args, config, node, config.probe_ms / probe_ms)

@@ -93,7 +93,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     | `workload` | `"steady"` | `"steady"`, `"trend"`, `"burst"`; `"PRESET/REGIME"` with a preset of `default`, `taobao`, `video-games`, `books`; `"trace:PATH"`; `"training"` (a random scenario at every reset); or a mapping of the fields of `hlem_env.scenario.Scenario` |
     | `backend` | `"surrogate"` | `"surrogate"`; `"live"`, a node that executes HSTU for real; or a callable `(scenario) -> Backend` |
     | `hardware` | None | profile name or path, instead of the scenario's; with `backend="live"` a live preset, `"cpu-small"` by default |
-    | `kv_policy` | None | `"scan_resistant"` or `"lru"`, instead of the scenario's |
+    | `kv_policy` | None | `"scan_resistant"`, `"lru"`, `"laru"`, `"hf"` or `"fpb"`, instead of the scenario's |
     | `features` | `"paper"` | `"paper"` or `"working_set"` |
     | `reward` | `"eq5"` | `"eq5"`, `"busy_time"` or `"queueing"` |
     | `slo_ms` | None | service level objective on latency, milliseconds; None: 30, or the live preset's |

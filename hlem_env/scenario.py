@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import ArgumentError, require, require_choice, require_number
-from hlem_env.eviction.recency import POLICIES
+from hlem_env.eviction.policies import POLICIES
 from hlem_env.surrogate.hardware import HardwareProfile
 from hlem_env.surrogate.load import (
     HOT_SHARES,

@@ -1,4 +1,4 @@
-"""LRU and the scan-resistant policy behind the protocol: the rule of `hlem_env.eviction.recency`."""
+"""Policies by name; LRU and the scan-resistant one behind the protocol (`hlem_env.eviction.recency`)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import BackendError, require, require_choice, require_number
-from hlem_env.eviction import recency
+from hlem_env.eviction import laru, recency
+from hlem_env.eviction.learned import REPREDICTED, Learned
+from hlem_env.eviction.online import OnlinePredictor
+from hlem_env.eviction.predictor import Predictor
 from hlem_env.eviction.protocol import EvictionPolicy, Keys, Times
 
 _INITIAL_KEYS = 1024
 
 
-def make_policy(name: str, half_life_s: float = 60.0) -> EvictionPolicy:
+POLICIES = (*recency.POLICIES, *laru.RULES)
+"""Names that `make_policy` knows."""
+
+
+def make_policy(
+    name: str, half_life_s: float = 60.0, predictor: Predictor | None = None
+) -> EvictionPolicy:
     """The policy of that name.
 
     Args:
-        name: "lru" or "scan_resistant".
-        half_life_s: of the scan-resistant policy's counts.
+        name: "lru", "scan_resistant", "laru", "hf" or "fpb".
+        half_life_s: of the scan-resistant policy's counts; half the label window of a learned policy's
+            own predictor.
+        predictor: of a learned policy; by default one that learns as it goes, which needs the extra
+            `baselines` (LightGBM).
+
+    Raises:
+        ArgumentError: there is no such policy.
+        ImportError: LightGBM is not installed.
     """
-    require_choice("policy", name, recency.POLICIES)
-    return Lru() if name == "lru" else ScanResistant(half_life_s)
+    require_choice("policy", name, POLICIES)
+    if name in recency.POLICIES:
+        return Lru() if name == "lru" else ScanResistant(half_life_s)
+    if predictor is None:
+        predictor = OnlinePredictor(label_window=2.0 * half_life_s)
+    return Learned(name, predictor, REPREDICTED)
 
 
 class _Recency:
@@ -59,6 +79,9 @@ class _Recency:
         mask = np.zeros(keys.size, np.bool_)
         mask[best] = scores[best] > self._users["score"][victims[: best.size]]
         return mask
+
+    def describe(self, keys: Keys, sizes: NDArray[np.int64]) -> None:
+        """See `EvictionPolicy.describe`; not heeded."""
 
     def on_hit(self, keys: Keys, now: Times) -> None:
         """See `EvictionPolicy.on_hit`; hits and misses count alike."""
@@ -133,6 +156,9 @@ class _Recency:
         self._size = entries.size
         self._heap[: self._size] = entries[np.argsort(entries["key"])]  # sorted is a heap, too
         self._users["score"][known] = self._unseen
+
+    def close(self) -> None:
+        """See `EvictionPolicy.close`: nothing runs."""
 
     def _follow(self, now: float) -> None:
         """Move the origin of decayed counts so that no weight overflows."""

@@ -30,6 +30,12 @@ class EvictionPolicy(Protocol):
         admitted when there is none.
         """
 
+    def describe(self, keys: Keys, sizes: NDArray[np.int64]) -> None:
+        """What the keys stand for has such sizes [n], a history's length say; before their access.
+
+        Only learned policies heed it.
+        """
+
     def on_hit(self, keys: Keys, now: Times) -> None:
         """The keys were accessed and found in the cache."""
 
@@ -70,7 +76,10 @@ class EvictionPolicy(Protocol):
         """The cache holds so many pages or rows from now on."""
 
     def worth(self, keys: Keys, now: Times) -> NDArray[np.float64]:
-        """Of each key [n], cached or not: the lowest goes first, and is forgotten first."""
+        """Of each key [n], cached or not: the lowest is forgotten first.
+
+        LRU and the scan-resistant policy also evict in this order.
+        """
 
     def forget(self, keys: Keys) -> None:
         """Drop all that is known of keys not in the cache: whatever gets their numbers is new.
@@ -78,3 +87,6 @@ class EvictionPolicy(Protocol):
         Raises:
             BackendError: a key is in the cache or pinned.
         """
+
+    def close(self) -> None:
+        """Stop what runs in the background; nothing is asked afterwards."""

@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hlem_env.errors import ArgumentError, BackendError, require, require_choice
+from hlem_env.eviction.online import OnlinePredictor
+from hlem_env.eviction.predictor import Predictor
 from hlem_env.live.cache_device import CacheDevice, DenseKernels
 from hlem_env.live.cache_state import (
     EVICTED,
@@ -38,10 +40,11 @@ from hlem_env.live.cache_state import (
 )
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.kernels import lookup_reference as reference
+from hlem_env.live.ranked_rows import RankedQueue
 from hlem_env.live.row_index import DENSE_ROWS_MAX, DenseIndex, RowIndex, SetAssociativeIndex
 from hlem_env.live.time_source import WallTime
 
-POLICIES = ("lru", "scan_resistant")
+POLICIES = ("lru", "scan_resistant", "laru")
 INDEXES = ("dense", "set_associative")
 RING_ROWS_MAX = 2**23
 FEW_MISSES = 1024
@@ -70,7 +73,8 @@ class EmbeddingCache:
         pool: whose memory is used; pages are allocated and freed by the caller.
         tables: read on a miss.
         policy: "lru", or "scan_resistant": decayed counts of lookups, and a missing row is inserted
-            only when its count exceeds that of the row it would evict.
+            only when its count exceeds that of the row it would evict; or "laru": by whole batches
+            (`ranked_rows`), and not with the kernels of a dense index on CUDA.
         index: "dense" (4 bytes for every row that exists) or "set_associative" (24 bytes for every
             slot of the pool); by default dense up to `dense_rows_limit` rows.
         dense_rows_limit: rows; above it the set-associative index is the default.
@@ -81,9 +85,11 @@ class EmbeddingCache:
             pool's slots and more, at most 2^23. A row that was missed lately is resident until as
             many others were missed, so that a shorter memory would know none that are not.
         time_source: what waits on the emulated link follow.
+        predictor: of "laru"; by default one that learns as it goes, which needs the extra `baselines`.
 
     Raises:
         ArgumentError: an argument is out of range, or rows do not fill a page of the pool.
+        ImportError: LightGBM is not installed, and "laru" has no predictor.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class EmbeddingCache:
         emulated_link_gbps: float | None = None,
         ring_rows: int | None = None,
         time_source: WallTime | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         require_choice("policy", policy, POLICIES)
         if index is None:
@@ -136,7 +143,14 @@ class EmbeddingCache:
         if ring_rows is None:
             ring_rows = min(1 << (2 * slab.shape[0] - 1).bit_length(), RING_ROWS_MAX)
         self.state = CacheState(slab, slots_index, policy == "scan_resistant", ring_rows)
-        self._queue = reference.VictimQueue(self.state)
+        self._ranked: RankedQueue | None = None
+        if policy == "laru":
+            reason = "lru or scan_resistant with a dense index on CUDA"
+            require(self.device.type == "cpu" or index != "dense", "policy", policy, reason)
+            window_s = 2.0 * half_life_s
+            predictor = predictor or OnlinePredictor(window_s, "rows")
+            self._ranked = RankedQueue(self.state, predictor, 2.0 * window_s)
+        self._queue = self._ranked or reference.VictimQueue(self.state)
         self._pages: NDArray[np.int64] = np.empty(0, np.int64)
         self._mine: NDArray[np.bool_] = np.zeros(pool.pages, np.bool_)
         self._batch = 0
@@ -228,9 +242,13 @@ class EmbeddingCache:
             return self._lookup_by_kernels(self._device_side, self._dense, keys, weight)
         self._refuse_unknown(keys)
         began = self._time.now()
+        if self._ranked is not None:
+            self._ranked.begin(keys, now)
         out, fetched = reference.lookup(
             self.state, self._queue, keys, self._fetch, self._batch, weight
         )
+        if self._ranked is not None:
+            self._ranked.end(keys)
         self.wait_for_link(fetched, began)
         return out
 
@@ -347,13 +365,28 @@ class EmbeddingCache:
             if side is not None and side.dense is not None:
                 side.dense.slots.shrink(*side.send_pages(np.sort(gone)))
             else:
-                reference.give_up(self.state, self._slots(gone))
+                self._give_up(self._slots(gone))
             if side is not None:
                 emptied = side.stream.record_event()
             self._rebuild_queue()
         if emptied is not None:
             torch.cuda.current_stream(self.device).wait_event(emptied)
         return gone
+
+    def _give_up(self, slots: Tensor) -> None:
+        if self._ranked is None:
+            reference.give_up(self.state, slots)
+            return
+        rows = self.state.row_of[self.state.row_of >= 0]
+        times = self._ranked.next_of(rows)
+        reference.give_up(self.state, slots)
+        self._ranked.move(rows, times)
+        self._ranked.begin_phase()
+
+    def close(self) -> None:
+        """Stop what runs in the background: the predictions of "laru"."""
+        if self._ranked is not None:
+            self._ranked.close()
 
     def wait_for_link(self, rows: int, began: float) -> None:
         """Sleep until so many rows would have come over the emulated link since `began`."""

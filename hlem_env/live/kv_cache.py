@@ -373,6 +373,10 @@ class KvCache:
             )
         return self._evict(victims)
 
+    def close(self) -> None:
+        """Stop what its policy runs in the background."""
+        self._policy.close()
+
     def _pages_for(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.layout.pages(tokens, self.blocks_per_page)
 
@@ -420,6 +424,7 @@ class KvCache:
             & (records["prefix"][slots] == prefixes)
             & (records["seen"][slots] <= lengths - new)
         )
+        self._policy.describe(slots, lengths)
         self._policy.on_hit(slots[hit], times[hit])
         self._policy.on_miss(slots[~hit], times[~hit])
         stale = slots[stored & ~hit]

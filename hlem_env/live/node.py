@@ -81,10 +81,12 @@ class LiveNode:
 
     Args:
         config: what it is made of.
-        kv_policy: "scan_resistant" or "lru"; when the attribute changes, from the next `reset` on.
+        kv_policy: a name of `hlem_env.eviction.policies`; learned ones learn while the node serves.
+            When the attribute changes, from the next `reset` on.
         tables: of another node with the same ones, instead of making them anew, which takes a minute
             where they are large.
         time_source: what its times follow.
+        row_policy: of the embedding cache: "lru", "scan_resistant", or on a CPU "laru".
 
     Raises:
         ArgumentError: the tables are not those of `config`.
@@ -97,8 +99,9 @@ class LiveNode:
         kv_policy: str = "scan_resistant",
         tables: HostTables | None = None,
         time_source: WallTime | None = None,
+        row_policy: str = "lru",
     ) -> None:
-        self.config, self.kv_policy = config, kv_policy
+        self.config, self.kv_policy, self._row_policy = config, kv_policy, row_policy
         self.time_source = time_source or WallTime()
         self.device, self._dtype = torch.device(config.device), getattr(torch, config.dtype)
         if self.device.type == "cuda" and not torch.cuda.is_available():
@@ -143,8 +146,9 @@ class LiveNode:
             persistent_users, self.tables, config.zipf, config.seed, config.candidates
         )
         self.pool.reset()
+        self._stop()
         self.embedding = EmbeddingCache(
-            self.pool, self.tables, half_life_s=half_life_s,
+            self.pool, self.tables, self._row_policy, half_life_s=half_life_s,
             emulated_link_gbps=config.emulated_link_gbps, time_source=self.time_source,
         )  # fmt: skip
         layout = KvLayout(
@@ -274,12 +278,18 @@ class LiveNode:
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""
+        self._stop()
         for name in (
             "tables", "pool", "model", "embedding", "kv", "partition", "refill", "_graphs", "_transfers",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _stop(self) -> None:
+        """End what learned policies run in the background."""
+        for name in {"kv", "embedding"} & self.__dict__.keys():
+            self.__dict__[name].close()
 
     def _rehearse(self) -> None:
         """Do once, as large as it gets, what requests and moves may need; the caches are as new afterwards.

@@ -20,7 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.errors import BackendError, require
+from hlem_env.errors import BackendError, require, require_choice
 from hlem_env.eviction import recency
 from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile, compute_ms
@@ -71,6 +71,7 @@ class BatchedNode(NodeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("kv_policy", self.kv_policy, recency.POLICIES)  # learned ones are not built
         for name in ("token_budget", "bucket_gbps", "slo_ms"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
 

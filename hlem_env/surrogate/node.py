@@ -2,7 +2,8 @@
 
 Per request, in order of arrival:
 
-    KV         exact, a whole entry per user, by the policy of `hlem_env.eviction.recency`
+    KV         exact, a whole entry per user, by the policy of `hlem_env.eviction.recency`, or by a
+               learned one (`ranked_kv`)
     rows       (new tokens + candidates) x tables, resident with the probability of `hit_rates`
     service    overhead + compute + missed rows / gather + resident rows / HBM + refill interference
     latency    arrival to completion on one server (Lindley's recursion)
@@ -22,8 +23,11 @@ from numpy.typing import NDArray
 
 from hlem_env import mdp
 from hlem_env.errors import BackendError, require, require_choice, require_number
-from hlem_env.eviction import recency
+from hlem_env.eviction import laru, recency
+from hlem_env.eviction.policies import POLICIES
+from hlem_env.surrogate import ranked_kv
 from hlem_env.surrogate.borrowed import borrowed
+from hlem_env.surrogate.forecast import Forecast
 from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
 from hlem_env.surrogate.hit_rates import (
     Curve,
@@ -75,7 +79,7 @@ class NodeConfig:
             self.pool_bytes,
             f"100 pages of {self.page_bytes} bytes, to 2^50",
         )
-        require_choice("kv_policy", self.kv_policy, recency.POLICIES)
+        require_choice("kv_policy", self.kv_policy, POLICIES)
         require(
             0 <= self.warmup_epochs <= 10_000, "warmup_epochs", self.warmup_epochs, "0 to 10,000"
         )
@@ -119,6 +123,7 @@ _RUN = np.dtype(
         ("persistent_users", "i8"),
         ("one_off_mask", "i8"),  # their slots, a power of two, less one
         ("policy", "i8"),
+        ("ranked", "i8"),  # 1: by a learned policy, and `policy` means nothing
         ("half_life_s", "f8"),
         ("hot_window_s", "f8"),
         ("block_tokens", "i8"),
@@ -324,7 +329,7 @@ def _refill(clock, curve, run, now_s, full):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _serve(  # type: ignore[no-untyped-def]
     users, heap, lists, clocks, curve, compute, runs, begin_s, end_s, kv_capacity, rows_capacity,
-    arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot,
+    arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot, kv, gaps,
 ):  # fmt: skip
     """Serve requests until the first that would start at or after the end; returns how many."""
     users, heap, lists = borrowed(users), borrowed(heap), borrowed(lists)
@@ -334,7 +339,9 @@ def _serve(  # type: ignore[no-untyped-def]
     clock, run = clocks[0], runs[0]
     run.begin_s, run.end_s = begin_s, end_s
     run.kv_capacity, run.rows_capacity = kv_capacity, rows_capacity
+    gone = ranked_kv.shrink(users, clock, kv, kv_capacity) if run.ranked else 0
     full = _begin(users, heap, clock, curve, run)
+    clock.evictions += gone
     if clock.open and clock.server_free_s <= run.end_s:
         _close(clock, latency_ms, service_out, arrival_out, is_hot)
     reach = -1.0
@@ -366,7 +373,13 @@ def _serve(  # type: ignore[no-untyped-def]
             hot = _note_visit(user, lists, clock, slot, arrivals[i], run.hot_window_s)
         # By arrival, not start: the order is the same, and the processor need not wait for the queue.
         user.score = recency.touch(run.policy, user.score, arrivals[i], weight)
-        reused = _kv_lookup(users, heap, lists, clock, run, slot, length, new)
+        if run.ranked:
+            reused = ranked_kv.lookup(
+                users, clock, kv, slot, one_off, _kv_pages(length, run), length, new,
+                run.kv_capacity, arrivals[i], gaps[i],
+            )  # fmt: skip
+        else:
+            reused = _kv_lookup(users, heap, lists, clock, run, slot, length, new)
         tokens = length - reused + run.candidates
 
         # Rows. Fresh draws follow the popularity; a history read within reach is resident.
@@ -423,7 +436,7 @@ def _serve(  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _hold(  # type: ignore[no-untyped-def]
     users, heap, lists, clocks, curve, compute, runs, begin_s, seconds, kv_capacity, rows_capacity,
-    arrivals, user_ids, lengths, new_items, p99_ms,
+    arrivals, user_ids, lengths, new_items, p99_ms, kv, gaps,
 ):  # fmt: skip
     """P99 of each of p99_ms.size runs of `seconds`, one after the other."""
     most = arrivals.size + 1
@@ -437,7 +450,7 @@ def _hold(  # type: ignore[no-untyped-def]
             users, heap, lists, clocks, curve, compute, runs,
             begin_s + epoch * seconds, end_s, kv_capacity, rows_capacity,
             arrivals[first:], user_ids[first:], lengths[first:], new_items[first:],
-            latency_ms, service_ms, arrival_s, is_hot,
+            latency_ms, service_ms, arrival_s, is_hot, kv, gaps[first:],
         )  # fmt: skip
         if clock.completed > 0:
             p99_ms[epoch] = percentile(latency_ms[: clock.completed], 0.99)
@@ -459,6 +472,9 @@ class NodeState(NamedTuple):
     clock: NDArray[np.void]
     now_s: float
     waiting: Requests
+    kv: ranked_kv.RankedKv
+    forecast: Forecast | None
+    waiting_gaps: Floats
     more: Any = None
     """What a node of another kind keeps beside."""
 
@@ -510,6 +526,11 @@ class SurrogateBackend:
         self._now_s = -self.warmup_s
         self._clock["server_free_s"] = self._clock["origin_s"] = self._now_s
         self._waiting = Requests.empty()
+        self._kv = ranked_kv.RankedKv.of(self.node.kv_policy, slots)
+        half_life_s = mdp.KV_HALF_LIFE_EPOCHS * self.node.epoch_seconds
+        self._forecast = Forecast(half_life_s) if self.node.kv_policy in laru.RULES else None
+        self._waiting_gaps: Floats = np.empty(0)
+        self._serving_gaps: Floats = self._waiting_gaps
 
     def run(self, alpha_centi: int, seconds: float) -> EpochStats:
         """Serve for `seconds` with the embedding share at `alpha_centi` hundredths, 0 to 100."""
@@ -519,13 +540,14 @@ class SurrogateBackend:
         """Like `run`, with the requests that arrive given instead of taken from the workload."""
         require(0 < seconds < 1e9, "seconds", seconds, "above 0 and below 1e9")
         embedding_pages = self._embedding_pages(alpha_centi)
-        requests = self._queue().then(arriving)
+        requests, gaps = self._queue().then(arriving), self._gaps(arriving)
         end_s = self._now_s + seconds
         most = len(requests) + max(int(self._clock["open"][0]), 1)
         outputs = (np.empty(most), np.empty(most), np.empty(most), np.empty(most, np.bool_))
+        self._serving_gaps = gaps
         served = self._serve_requests(requests, end_s, embedding_pages, outputs)
         self._now_s = end_s
-        self._waiting = requests[served:]
+        self._waiting, self._waiting_gaps = requests[served:], gaps[served:]
         return self._stats(seconds, outputs, self._waiting, alpha_centi)
 
     def hold(self, requests: Requests, alpha_centi: int, seconds: float, epochs: int) -> Floats:
@@ -538,12 +560,14 @@ class SurrogateBackend:
             requests: those of all epochs; those still waiting come before.
         """
         embedding_pages = self._embedding_pages(alpha_centi)
-        every, p99_ms = self._queue().then(requests), np.empty(epochs)
+        every, gaps = self._queue().then(requests), self._gaps(requests)
+        p99_ms = np.empty(epochs)
         _hold(
             self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
             self._run, self._now_s, seconds, self._pool_pages - embedding_pages,
             embedding_pages * self._rows_per_page,
             every.arrival_s, every.user, every.history_length, every.new_items, p99_ms,
+            self._kv, gaps,
         )  # fmt: skip
         self._waiting = None
         return p99_ms
@@ -558,7 +582,11 @@ class SurrogateBackend:
         heap = self._heap[: int(clock["heap_size"][0])].copy()
         lists = self._lists[: int(clock["hot_listed"][0])].copy()
         assert self._waiting is not None
-        return NodeState(users, heap, lists, clock, self._now_s, self._waiting)
+        kv = self._kv.copy()
+        forecast = None if self._forecast is None else self._forecast.copy()
+        return NodeState(
+            users, heap, lists, clock, self._now_s, self._waiting, kv, forecast, self._waiting_gaps
+        )
 
     def restore(self, state: NodeState) -> None:
         """Go back to a saved state of this node or a twin."""
@@ -567,6 +595,10 @@ class SurrogateBackend:
         self._lists[: state.lists.size] = state.lists
         self._clock[:] = state.clock
         self._now_s, self._waiting = state.now_s, state.waiting
+        for mine, theirs in zip(self._kv, state.kv, strict=True):
+            mine[:] = theirs
+        self._forecast = None if state.forecast is None else state.forecast.copy()
+        self._waiting_gaps = state.waiting_gaps
 
     def __getstate__(self) -> dict[str, Any]:
         """State without the curve, which is looked up again: a copy would not be read-only."""
@@ -597,13 +629,14 @@ class SurrogateBackend:
         self, requests: Requests, end_s: float, embedding_pages: int, outputs: tuple[Any, ...]
     ) -> int:
         """Serve until `end_s`, into `outputs`: how many requests have started."""
+        latency_ms, service_ms, arrival_s, is_hot = outputs
         return int(
             _serve(
                 self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
                 self._run, self._now_s, end_s, self._pool_pages - embedding_pages,
                 embedding_pages * self._rows_per_page,
                 requests.arrival_s, requests.user, requests.history_length, requests.new_items,
-                *outputs,
+                latency_ms, service_ms, arrival_s, is_hot, self._kv, self._serving_gaps,
             )
         )  # fmt: skip
 
@@ -622,6 +655,12 @@ class SurrogateBackend:
             raise BackendError("the surrogate has not been reset: call reset(seed) first")
         return self._waiting
 
+    def _gaps(self, arriving: Requests) -> Floats:
+        """Predicted gaps of those that wait and of these; none where no policy asks."""
+        if self._forecast is None:
+            return self._waiting_gaps
+        return np.concatenate((self._waiting_gaps, self._forecast.gaps(arriving)))
+
     def _run_constants(self) -> NDArray[np.void]:
         node, catalogue, hardware = self.node, self.workload.catalogue, self.hardware
         link_rows = hardware.link_gbps * 1e9 / (catalogue.row_bytes * catalogue.tables)
@@ -629,7 +668,8 @@ class SurrogateBackend:
         for name, value in {
             "persistent_users": self.workload.persistent_users,
             "one_off_mask": self._one_off_slots - 1,
-            "policy": recency.POLICIES[node.kv_policy],
+            "policy": recency.POLICIES.get(node.kv_policy, recency.LRU),
+            "ranked": node.kv_policy in laru.RULES,
             "half_life_s": mdp.KV_HALF_LIFE_EPOCHS * node.epoch_seconds,
             "hot_window_s": mdp.HOT_WINDOW_EPOCHS * node.epoch_seconds,
             "block_tokens": node.block_tokens,

@@ -671,6 +671,55 @@ def read_trace(
     return replace(trace, metadata=about | trace.metadata | notes)
 
 
+def read_items(
+    path: str | Path, format: str | None = None, on_bad_line: str = "raise", *, seed: int = 0
+) -> Longs:
+    """Items [n] of a file's requests, in order of time: what the rows of a table are looked up for.
+
+    Args:
+        path: the file.
+        format: movietweetings, taobao-userbehavior, video-games or mooncake, whose items are the
+            blocks of the prompts; None recognises it. books-sets have no order.
+        on_bad_line: see `read_trace`.
+        seed: of the times of video-games, which are those of `read_trace`.
+
+    Raises:
+        ArgumentError: an argument is not allowed, or `path` is no file.
+        TraceFormatError: a line is bad, or there is none.
+    """
+    require_choice("on_bad_line", on_bad_line, ("raise", "skip"))
+    file = _existing(path)
+    format = guess_format(file) if format is None else format
+    require_choice("format", format, ITEM_FORMATS)
+    problems = _Problems(file, on_bad_line == "skip")
+    rng = np.random.default_rng(seed)
+    source = _Source(file, problems, 2**22, rng, None, DRAWN_DURATION_S)
+    if format == "mooncake":
+        return _prompt_blocks(source)
+    columns = source.columns(format)
+    source.require_rows(columns["item"].size)
+    if format == "video-games":
+        return columns["item"][source.drawn_times(columns["user"])[0]]
+    return columns["item"][np.argsort(columns["unix_s"], kind="stable")]
+
+
+ITEM_FORMATS = ("mooncake", "movietweetings", "taobao-userbehavior", "video-games")
+
+
+def _prompt_blocks(source: _Source) -> Longs:
+    blocks: list[Longs] = []
+    before_ms = 0
+    for number, line in source.lines():
+        try:
+            before_ms, _, hashes = _prompt(line, before_ms)
+        except ValueError as error:
+            source.problems.add(number, str(error))
+            continue
+        blocks.append(np.array(hashes, np.int64))
+    source.require_rows(len(blocks))
+    return np.concatenate(blocks)
+
+
 def read_user_counts(path: str | Path) -> Longs:
     """Interactions [m] of each user, for `traces.with_base_histories`.
 

@@ -1,0 +1,161 @@
+"""LARU for embedding rows, by whole batches, where the lookups' reference runs (CPUs, and set-associative).
+
+A batch is one moment, so the rule of `hlem_env.eviction.laru` is applied once to all rows that a batch
+must evict: of the candidates, the least recent rows as far as lambda says, those predicted to come last
+go. Of the batch's missing rows as many as were evicted by prediction in this phase are made room for by
+recency, and if there is one, lambda halves once. The bounds proved for single items do not hold.
+
+Predictions come late: lookups hand their keys to a thread and take what it has said of earlier ones.
+Until then a row that was fetched is expected after twice the label window. While the thread is behind
+or its predictor not usable all victims go by recency, which is counted.
+
+Which rows a phase has seen and evicted is kept in hashed cells: two rows that share one may end a
+phase late or be taken for a misprediction, which only makes an eviction follow recency.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hlem_env.eviction.predictor import Predictor
+from hlem_env.live.cache_state import FOREIGN, FREE, CacheState
+from hlem_env.live.kernels.lookup_reference import VictimQueue
+
+BATCHES_WAITING = 8
+"""That the thread may be behind by."""
+_MULTIPLIER = 0x1E3779B97F4A7C15
+
+
+class RankedQueue(VictimQueue):
+    """Victims by prediction, in the place of the queue by recency.
+
+    Args:
+        state: of the cache, not counted.
+        predictor: asked in a thread of its own, which `close` ends.
+        cold_s: a row of which nothing is predicted yet comes after so many seconds.
+    """
+
+    def __init__(self, state: CacheState, predictor: Predictor, cold_s: float) -> None:
+        super().__init__(state)
+        slots, device = state.stamp.shape[0], state.stamp.device
+        self.fallbacks = self.dropped = 0
+        """Batches that evicted by recency for want of predictions; batches nothing was predicted of."""
+        self.confidence = 1.0
+        self._predictor, self._cold_s = predictor, cold_s
+        self._next = torch.full((slots,), torch.inf, dtype=torch.float64, device=device)
+        cells = 1 << (4 * slots - 1).bit_length()
+        self._seen = torch.zeros(cells, dtype=torch.int32, device=device)
+        self._gone = torch.zeros(cells, dtype=torch.int32, device=device)
+        self._phase, self._distinct = 1, 0
+        self._now = -math.inf
+        self._serving = False
+        self._by_recency = 0
+        self._asked: queue.Queue[tuple[Tensor, float] | None] = queue.Queue(BATCHES_WAITING)
+        self._said: queue.SimpleQueue[tuple[Tensor, Tensor]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._predict, name="row predictions", daemon=True)
+        self._thread.start()
+
+    def begin(self, keys: Tensor, now: float) -> None:
+        """A lookup of keys, int64 [n], starts."""
+        self._now, self._serving = max(self._now, now), True
+        self._take_predictions()
+        rows = torch.unique(keys)
+        cells = self._cells(rows)
+        new = int((self._seen[cells] != self._phase).sum())
+        owned = int((self.state.stamp < FOREIGN).sum())
+        if new and self._distinct + new > owned:
+            self.begin_phase()
+            new = len(rows)
+        self._seen[cells] = self._phase
+        self._distinct += new
+        missing = self.state.index.find(rows) < 0
+        self._by_recency = int((missing & (self._gone[cells] == self._phase)).sum())
+        if self._by_recency:
+            self.confidence /= 2
+        try:
+            self._asked.put_nowait((rows.cpu(), self._now))
+        except queue.Full:
+            self.dropped += 1
+
+    def end(self, keys: Tensor) -> None:
+        """The lookup is over: what is new in the cache is expected late until more is known."""
+        slots = self.state.index.find(torch.unique(keys))
+        slots = slots[slots >= 0]
+        fresh = slots[torch.isinf(self._next[slots])]
+        self._next[fresh] = self._now + self._cold_s
+        self._serving = False
+
+    def begin_phase(self) -> None:
+        """Forget what the phase has seen and evicted; a resize does so, too."""
+        self._phase, self._distinct, self.confidence = self._phase + 1, 0, 1.0
+
+    def take(self, n: int, limit: int, batch: int) -> Tensor:
+        """See `VictimQueue.take`. Between lookups, and for free slots, the order is that of recency."""
+        first = super().take(n, limit, batch)
+        free = int((self.state.stamp[first] == FREE).sum())
+        if free == len(first):
+            self._forget(first)
+            return first
+        if not (self._serving and self._predictor.usable):
+            self.fallbacks += self._serving
+            self._forget(first)
+            return first
+        owned = int((self.state.stamp < FOREIGN).sum())
+        wanted = len(first) - free
+        candidates = max(math.ceil(self.confidence * owned), wanted)
+        queued = super().take(free + candidates, limit, batch)[free:]
+        oldest, rest = queued.tensor_split([min(self._by_recency, wanted)])
+        farness = (self._next[rest] - self._now).abs()
+        order = farness.sort(descending=True, stable=True).indices[: wanted - len(oldest)]
+        chosen = rest[order]
+        self._gone[self._cells(self.state.row_of[chosen])] = self._phase
+        victims = torch.cat((first[:free], oldest, chosen))
+        self._forget(victims)
+        return victims
+
+    def next_of(self, rows: Tensor) -> Tensor:
+        """Predicted times, float64 [n], of resident rows: to `move` them to other slots."""
+        return self._next[self.state.index.find(rows)]
+
+    def move(self, rows: Tensor, times: Tensor) -> None:
+        """Rows, int64 [n], with these times may have changed slots, or gone."""
+        slots = self.state.index.find(rows)
+        self._next.fill_(torch.inf)
+        self._next[slots[slots >= 0]] = times[slots >= 0]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._asked.put(None)
+        self._thread.join()
+        self._predictor.close()
+
+    def wait(self) -> None:
+        """Wait until the thread has predicted all that it was asked."""
+        self._asked.join()
+
+    def _forget(self, slots: Tensor) -> None:
+        self._next[slots] = torch.inf
+
+    def _cells(self, rows: Tensor) -> Tensor:
+        return (rows * _MULTIPLIER >> 24) & (len(self._seen) - 1)
+
+    def _take_predictions(self) -> None:
+        while not self._said.empty():
+            rows, times = self._said.get()
+            slots = self.state.index.find(rows.to(self._next.device))
+            there = slots >= 0
+            self._next[slots[there]] = times.to(self._next.device)[there]
+
+    def _predict(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            rows, now = asked
+            gaps = self._predictor.access(rows.numpy(), np.full(len(rows), now))
+            self._said.put((rows, now + torch.from_numpy(gaps)))
+            self._asked.task_done()
+        self._asked.task_done()

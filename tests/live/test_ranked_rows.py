@@ -1,0 +1,108 @@
+"""LARU for embedding rows: batches of one are LARU itself, batches keep the cache whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hlem_env.eviction.predictor import GivenGaps
+from hlem_env.eviction.replay import replay
+from hlem_env.live.embedding_cache import EmbeddingCache
+from hlem_env.live.pool import Owner, Pool
+from tests.live.small_cache import expected, tables
+
+ROWS = 40
+PAGE_BYTES = 64
+"""Four rows."""
+
+
+def make(pages: int, gaps: Any) -> EmbeddingCache:
+    pool = Pool(8 * PAGE_BYTES, PAGE_BYTES)
+    cache = EmbeddingCache(pool, tables(ROWS), "laru", predictor=GivenGaps(gaps), ring_rows=64)
+    cache.grow(pool.alloc_pages(pages, Owner.EMBEDDING))
+    return cache
+
+
+def spread(cache: EmbeddingCache, rows: int) -> list[int]:
+    """Rows that share no cell."""
+    assert cache._ranked is not None
+    cells = cache._ranked._cells(torch.arange(ROWS)).tolist()
+    first = [row for row in range(ROWS) if cells.index(cells[row]) == row]
+    return first[:rows]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_of_one_row_are_laru(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = 250
+    predicted = np.arange(n) + rng.integers(1, 60, n).astype(np.float64)
+    cache = make(2, lambda keys, times: predicted[times.astype(int)] - times)
+    rows = np.array(spread(cache, 14))
+    numbers = (rows.size * rng.random(n) ** 1.5).astype(np.int64)
+    hits = []
+    for t, key in enumerate(rows[numbers].tolist()):
+        hits.append(bool(cache.contains(torch.tensor([key]))[0]))
+        out = cache.lookup(torch.tensor([key]), float(t))
+        assert torch.equal(out, expected(ROWS)[[key]])
+        cache._ranked.wait()  # type: ignore[union-attr]
+    result = replay("laru", numbers, 8, predicted)
+    assert hits == result.hit.tolist()
+    assert result.mispredictions > 0
+    cache.close()
+
+
+def test_whole_batches_moves_and_warming_keep_the_cache_whole() -> None:
+    rng = np.random.default_rng(1)
+    cache = make(6, lambda keys, times: (keys * 7 % 13).astype(np.float64))
+    for t in range(59):
+        keys = torch.from_numpy(rng.integers(0, ROWS, 20))
+        assert torch.equal(cache.lookup(keys, float(t)), expected(ROWS)[keys])
+        if t % 7 == 3:
+            gone = cache.shrink(2)
+            assert cache._ranked.confidence == 1.0  # type: ignore[union-attr]
+            cache.warm(torch.arange(5), float(t))
+            cache.grow(gone)
+        assert cache.resident_rows <= cache.capacity_rows
+    assert cache.resident_rows == cache.capacity_rows
+    cache.close()
+
+
+def test_predictions_move_with_their_rows() -> None:
+    cache = make(3, lambda keys, times: 100.0 + keys)
+    keys = torch.arange(8)
+    cache.lookup(keys, 0.0)
+    ranked = cache._ranked
+    assert ranked is not None
+    ranked.wait()
+    ranked._take_predictions()
+    cache.shrink(1)
+    there = keys[cache.contains(keys)]
+    assert len(there) == 8
+    assert ranked.next_of(there).tolist() == (100.0 + there).tolist()
+    cache.close()
+
+
+def test_a_failing_or_slow_predictor_makes_it_lru_and_is_counted() -> None:
+    class Unusable(GivenGaps):
+        usable = False
+
+    pool = Pool(8 * PAGE_BYTES, PAGE_BYTES)
+    given = Unusable(lambda keys, times: np.full(keys.size, math.inf))
+    cache = EmbeddingCache(pool, tables(ROWS), "laru", predictor=given, ring_rows=64)
+    plain_pool = Pool(8 * PAGE_BYTES, PAGE_BYTES)
+    plain = EmbeddingCache(plain_pool, tables(ROWS), "lru", ring_rows=64)
+    for each, source in ((cache, pool), (plain, plain_pool)):
+        each.grow(source.alloc_pages(2, Owner.EMBEDDING))
+    rng = np.random.default_rng(2)
+    for t in range(80):
+        keys = torch.from_numpy(rng.integers(0, ROWS, 5))
+        cache.lookup(keys, float(t))
+        plain.lookup(keys, float(t))
+        every = torch.arange(ROWS)
+        assert torch.equal(cache.contains(every), plain.contains(every))
+    assert cache._ranked is not None and cache._ranked.fallbacks > 0
+    cache.close()
