@@ -9,7 +9,8 @@ on the grid of 0.01. The decision path is numpy alone.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +86,7 @@ class AdaptedPolicy:
             stats.kv_hit, stats.emb_hit, stats.hot_share, min(max(surprise, -1.0), 1.0),
             base / max(self.policy.actions_centi),
         )  # fmt: skip
-        applied, mean = self.adapter.propose(np.array(features))
+        applied, mean = self.adapter.propose(features)
         self._pending = features, applied, mean
         return self._decision(alpha_centi, base, 100 * applied)
 
@@ -97,7 +98,7 @@ class AdaptedPolicy:
         return Decision(
             self._commanded,
             f"policy {base / 100:+.2f}, adapter {residual_centi / 100:+.4f}",
-            {"policy": float(base), "adapter": residual_centi},
+            {"policy": float(base), "adapter": residual_centi, "recovery": 0.0},
         )
 
     def _surprise(self, stats: EpochStats) -> float:
@@ -117,8 +118,7 @@ class AdaptedPolicy:
         self._pending = None
 
 
-@dataclass(frozen=True)
-class LogEntry:
+class LogEntry(NamedTuple):
     """One decision: what it saw, what each layer gave, what came out."""
 
     epoch: int
