@@ -7,6 +7,7 @@ a residual within the bound can gain at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -68,7 +69,7 @@ class Constant(OnlineAdapter):
         super().__init__(AdapterSettings(explore=0.0, steps=0))
         self.value = value
 
-    def propose(self, features: NDArray[np.float64]) -> tuple[float, float]:
+    def propose(self, features: Sequence[float]) -> tuple[float, float]:
         """The residual."""
         return self.value, self.value
 

@@ -41,7 +41,7 @@ from serving_bridge.residual_network import (
     forward,
     frozen,
     initial_weights,
-    residual,
+    propose,
 )
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Learner:
 
     def rehearse(self) -> None:
         """Compile, or load what was compiled: before there is a decision that would wait for it."""
-        residual(*self.weights, (0.0,) * INPUTS, self.settings.bound)
+        propose(*self.weights, (0.0,) * INPUTS, self.settings.bound, 0.0)
         _climb(
             copied(self.weights), self.replay[:1], np.zeros((0, self.settings.batch), np.int64),
             0.0, self.settings.bound, 1.0, self.settings.most_weight,
@@ -229,9 +229,9 @@ class OnlineAdapter:
         if not _sensible(features):  # leave the base step alone
             return 0.0, 0.0
         settings = self.settings
-        mean = residual(*self.snapshot, features, settings.bound)
         noise = min(max(settings.explore * self._noise.standard_normal(), -0.01), 0.01)
-        return min(max(mean + noise, -settings.bound), settings.bound), mean
+        applied, mean = propose(*self.snapshot, features, settings.bound, noise)
+        return applied, mean
 
     def learn(self, sample: Sample) -> None:
         """Learn from an epoch, now or on the thread."""

@@ -9,6 +9,7 @@ on the grid of 0.01. The decision path is numpy alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from serving_bridge.recovery import RecoverySettings, Transition, WithRecovery
 
 LOG_ENTRIES = 1000
 """Decisions kept in the log; the oldest go first."""
+_NO_PARTS = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0}
 
 
 class AdaptedPolicy:
@@ -47,6 +49,9 @@ class AdaptedPolicy:
         self.policy, self.adapter, self.config = policy, adapter, config
         self.adapter_frozen = False
         """Leave the adapter out: it neither proposes nor learns."""
+        # In words once, and not in every decision; the residual is a number in its parts.
+        self._reasons = {step: f"policy {step / 100:+.2f}" for step in policy.actions_centi}
+        self._largest = max(policy.actions_centi)
         self.restart()
 
     def restart(self) -> None:
@@ -84,7 +89,7 @@ class AdaptedPolicy:
         self._learn(alpha_centi, stats, abs(surprise))
         features = (
             stats.kv_hit, stats.emb_hit, stats.hot_share, min(max(surprise, -1.0), 1.0),
-            base / max(self.policy.actions_centi),
+            base / self._largest,
         )  # fmt: skip
         applied, mean = self.adapter.propose(features)
         self._pending = features, applied, mean
@@ -97,7 +102,7 @@ class AdaptedPolicy:
         self._commanded = self.config.clip(alpha_centi + step)
         return Decision(
             self._commanded,
-            f"policy {base / 100:+.2f}, adapter {residual_centi / 100:+.4f}",
+            self._reasons[base],
             {"policy": float(base), "adapter": residual_centi, "recovery": 0.0},
         )
 
@@ -134,7 +139,7 @@ class LogEntry(NamedTuple):
     p99_ms: float
     alpha_before_centi: int
     alpha_centi: int
-    parts: dict[str, float]
+    parts: Mapping[str, float]
     """Hundredths."""
     reason: str
 
@@ -237,13 +242,13 @@ class SmartAllocator:
 
     def _noted(self, decision: Decision, stats: EpochStats) -> Decision:
         alpha_centi = self.config.clip(decision.alpha_centi)
-        parts = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0, **decision.parts}
-        decision = Decision(alpha_centi, decision.reason, parts)
+        if alpha_centi != decision.alpha_centi or len(decision.parts) < len(_NO_PARTS):
+            decision = Decision(alpha_centi, decision.reason, {**_NO_PARTS, **decision.parts})
         state = "normal" if self.recovery is None else self.recovery.state.value
         entry = LogEntry(
             self._epoch, self._tick, state, stats.hot_share, stats.kv_hit, stats.emb_hit,
             stats.working_set, stats.p99_ms, round(100 * stats.alpha_target), alpha_centi,
-            parts, decision.reason,
+            decision.parts, decision.reason,
         )  # fmt: skip
         self.log.append(entry)
         return decision

@@ -60,8 +60,8 @@ def copied(weights: Weights) -> Weights:
 
 
 @numba.njit(cache=True, nogil=True)
-def residual(hidden, hidden_bias, output, output_bias, features, bound):  # type: ignore[no-untyped-def]
-    """Residual of one state, within +-bound.
+def propose(hidden, hidden_bias, output, output_bias, features, bound, noise):  # type: ignore[no-untyped-def]
+    """Residual of one state with noise added, and without, both within +-bound.
 
     Args:
         hidden: [16, 5]; with the next three what `Weights` holds, in its order.
@@ -70,6 +70,7 @@ def residual(hidden, hidden_bias, output, output_bias, features, bound):  # type
         output_bias: [1].
         features: five numbers, a tuple or [5].
         bound: of the residual.
+        noise: added to the first.
     """
     total = output_bias[0]
     for i in range(HIDDEN):
@@ -77,7 +78,8 @@ def residual(hidden, hidden_bias, output, output_bias, features, bound):  # type
         for j in range(INPUTS):
             value += hidden[i, j] * features[j]
         total += output[i] * math.tanh(value)
-    return bound * math.tanh(total)
+    mean = bound * math.tanh(total)
+    return min(max(mean + noise, -bound), bound), mean
 
 
 @numba.njit(cache=True, nogil=True)

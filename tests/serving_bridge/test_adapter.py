@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hlem_env.errors import ArgumentError
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
-from serving_bridge.residual_network import ascend, copied, forward, initial_weights, residual
+from serving_bridge.residual_network import ascend, copied, forward, initial_weights, propose
 
 FAST = AdapterSettings(explore=0.01, learning_rate=0.05)
 
@@ -131,7 +131,9 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         high[k][place] += 1e-5
         low[k][place] -= 1e-5
         worth = [
-            np.mean([s * residual(*w, x, 1.0) for s, x in zip(slopes, features, strict=True)])
+            np.mean(
+                [s * propose(*w, x, 1.0, 0.0)[1] for s, x in zip(slopes, features, strict=True)]
+            )
             for w in (high, low)
         ]
         step = (moved[k][place] - array[place]) / rate
