@@ -27,7 +27,7 @@ def forward(layers, state):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
 def best(layers, state, most):  # type: ignore[no-untyped-def]
-    """Index of the largest logit, the first of equals; -1 if the state's magnitudes do not sum below `most`."""
+    """Index of the largest logit, the first of equals; -1 if the magnitudes in `state` sum to `most`."""
     total = np.float32(0.0)
     for value in state:
         total += abs(value)
