@@ -66,7 +66,7 @@ class Constant(OnlineAdapter):
     """Always the same residual."""
 
     def __init__(self, value: float) -> None:
-        super().__init__(AdapterSettings(explore=0.0, steps=0))
+        super().__init__(AdapterSettings(explore=0.0, steps=0, pull=0.0))
         self.value = value
 
     def propose(self, features: Sequence[float]) -> tuple[float, float]:

@@ -66,6 +66,11 @@ class AdapterSettings:
 
     bound: float = 0.02
     """Of the residual, in alpha."""
+    pull: float = 1.0
+    """Share of the gap to the knee that the residual closes in an epoch, within the bound. 0: it is what
+    was learnt alone."""
+    knee_offset: float = 0.02
+    """The knee is at alpha = 1 - working set + this."""
     explore: float = 0.002
     """Deviation of the noise, in alpha; it is cut at 0.01. 0: no exploration, nothing is learnt."""
     learning_rate: float = 1e-3
@@ -81,6 +86,8 @@ class AdapterSettings:
 
     def __post_init__(self) -> None:
         require(0 < self.bound <= 0.02, "bound", self.bound, "above 0, at most 0.02")
+        require(0 <= self.pull <= 1, "pull", self.pull, "0 to 1")
+        require(-1 <= self.knee_offset <= 1, "knee_offset", self.knee_offset, "-1 to 1")
         require(0 <= self.explore <= 0.01, "explore", self.explore, "0 to 0.01")
         require(0 <= self.learning_rate <= 1, "learning_rate", self.learning_rate, "0 to 1")
         require(0 <= self.steps <= 64, "steps", self.steps, "0 to 64")
@@ -126,7 +133,7 @@ class Learner:
 
     def rehearse(self) -> None:
         """Compile, or load what was compiled: before there is a decision that would wait for it."""
-        propose(*self.weights, (0.0,) * INPUTS, self.settings.bound, 0.0)
+        propose(*self.weights, (0.0,) * INPUTS, self.settings.bound, 0.0, _MOST)
         _climb(
             copied(self.weights), self.replay[:1], np.zeros((0, self.settings.batch), np.int64),
             0.0, self.settings.bound, 1.0, self.settings.most_weight,
@@ -226,12 +233,25 @@ class OnlineAdapter:
         Args:
             features: [5], see FEATURES.
         """
-        if not _sensible(features):  # leave the base step alone
-            return 0.0, 0.0
         settings = self.settings
         noise = min(max(settings.explore * self._noise.standard_normal(), -0.01), 0.01)
-        applied, mean = propose(*self.snapshot, features, settings.bound, noise)
+        applied, mean = propose(*self.snapshot, features, settings.bound, noise, _MOST)
         return applied, mean
+
+    def towards_knee(self, alpha: float, working_set: float) -> float:
+        """The part of the residual that is not learnt: towards where the hot users' KV just fits.
+
+        Args:
+            alpha: where the base step leads.
+            working_set: KV bytes of the hot users over the pool.
+        """
+        gap = 1.0 - working_set + self.settings.knee_offset - alpha
+        return self.bounded(self.settings.pull * gap)
+
+    def bounded(self, residual: float) -> float:
+        """Within +-bound; 0 for what is no number."""
+        bound = self.settings.bound
+        return min(max(residual, -bound), bound) if residual == residual else 0.0
 
     def learn(self, sample: Sample) -> None:
         """Learn from an epoch, now or on the thread."""

@@ -93,7 +93,8 @@ class AdaptedPolicy:
         )  # fmt: skip
         applied, mean = self.adapter.propose(features)
         self._pending = features, applied, mean
-        return self._decision(alpha_centi, base, 100 * applied)
+        pull = self.adapter.towards_knee((alpha_centi + base) / 100, stats.working_set)
+        return self._decision(alpha_centi, base, 100 * self.adapter.bounded(pull + applied))
 
     def _decision(self, alpha_centi: int, base: int, residual_centi: float) -> Decision:
         wanted = base + residual_centi + self._carry

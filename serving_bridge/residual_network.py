@@ -60,8 +60,8 @@ def copied(weights: Weights) -> Weights:
 
 
 @numba.njit(cache=True, nogil=True)
-def propose(hidden, hidden_bias, output, output_bias, features, bound, noise):  # type: ignore[no-untyped-def]
-    """Residual of one state with noise added, and without, both within +-bound.
+def propose(hidden, hidden_bias, output, output_bias, features, bound, noise, most):  # type: ignore[no-untyped-def]
+    """Residual of one state with noise added, and without, both within +-bound; 0 for no sensible state.
 
     Args:
         hidden: [16, 5]; with the next three what `Weights` holds, in its order.
@@ -71,7 +71,13 @@ def propose(hidden, hidden_bias, output, output_bias, features, bound, noise):  
         features: five numbers, a tuple or [5].
         bound: of the residual.
         noise: added to the first.
+        most: a state whose magnitudes do not sum below it is not sensible.
     """
+    magnitude = 0.0
+    for j in range(INPUTS):
+        magnitude += abs(features[j])
+    if not magnitude < most:  # NaN is not below anything
+        return 0.0, 0.0
     total = output_bias[0]
     for i in range(HIDDEN):
         value = hidden_bias[i]
