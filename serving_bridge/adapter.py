@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,6 +107,9 @@ class Sample(NamedTuple):
     reward: float
     surprise: float
     """|P99 - EMA| / SLO of the epoch: scales the learning rate."""
+
+
+Waiting = Sample | Callable[[], Sample]
 
 
 class Learner:
@@ -208,7 +211,7 @@ class OnlineAdapter:
     ) -> None:
         self.settings = settings or AdapterSettings()
         self.background, self._on_hand_over = background, on_hand_over
-        self._kept: list[Sample] = []
+        self._kept: list[Waiting] = []
         self.dropped = 0
         self.learning = threading.Lock()
         """Held while a sample is learnt: who holds it sees weights and replay that belong together."""
@@ -223,7 +226,7 @@ class OnlineAdapter:
         self.learner = Learner(self.settings, seed)
         self.learner.rehearse()
         self._noise = np.random.default_rng((seed, 1))
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[Waiting] = deque()
         self.snapshot: Weights = self.learner.weights
         """What decisions read."""
 
@@ -253,8 +256,8 @@ class OnlineAdapter:
         bound = self.settings.bound
         return min(max(residual, -bound), bound) if residual == residual else 0.0
 
-    def learn(self, sample: Sample) -> None:
-        """Learn from an epoch, now or on the thread."""
+    def learn(self, sample: Waiting) -> None:
+        """Learn from an epoch, now or on the thread; what makes a sample is called there too."""
         if not self.background:
             self._take(sample)
         elif self._on_hand_over:
@@ -268,7 +271,7 @@ class OnlineAdapter:
         for sample in kept:
             self._pass_on(sample)
 
-    def _pass_on(self, sample: Sample) -> None:
+    def _pass_on(self, sample: Waiting) -> None:
         if self._thread is None:
             self._start()
         self._samples.append(sample)
@@ -282,9 +285,9 @@ class OnlineAdapter:
             self._thread.join()
             self._thread = None
 
-    def _take(self, sample: Sample) -> None:
+    def _take(self, sample: Waiting) -> None:
         with self.learning:
-            self.learner.take(sample)
+            self.learner.take(sample() if callable(sample) else sample)
             self.snapshot = self.learner.weights
 
     def _start(self) -> None:

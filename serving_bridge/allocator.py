@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -119,9 +120,15 @@ class AdaptedPolicy:
         """Hand the epoch to the adapter, unless recovery had the say in it."""
         assert self.adapter is not None
         if self._pending is not None and alpha_centi == self._commanded:
-            reward = mdp.reward(stats, self.config)
-            self.adapter.learn(Sample(*self._pending, reward, surprise))
+            self.adapter.learn(partial(self._sample, *self._pending, stats, surprise))
         self._pending = None
+
+    def _sample(
+        self, features: tuple[float, ...], applied: float, mean: float, stats: EpochStats,
+        surprise: float,
+    ) -> Sample:  # fmt: skip
+        """What came of a residual. Made where it is learnt: the reward goes over all requests."""
+        return Sample(features, applied, mean, mdp.reward(stats, self.config), surprise)
 
 
 class LogEntry(NamedTuple):
