@@ -270,6 +270,8 @@ class OnlineAdapter:
         kept, self._kept = self._kept, []
         for sample in kept:
             self._pass_on(sample)
+        if self._thread is not None:
+            self._wake.set()
 
     def _pass_on(self, sample: Waiting) -> None:
         if self._thread is None:
@@ -282,6 +284,7 @@ class OnlineAdapter:
         """End the thread, after what waits is learnt. May be called twice."""
         if self._thread is not None:
             self._stop.set()
+            self._wake.set()
             self._thread.join()
             self._thread = None
 
@@ -291,7 +294,7 @@ class OnlineAdapter:
             self.snapshot = self.learner.weights
 
     def _start(self) -> None:
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="hlem-adapter", daemon=True)
         self._thread.start()
 
@@ -307,7 +310,9 @@ class OnlineAdapter:
         _lower_priority(self.NICENESS)
         stopped = False
         while not stopped:
-            stopped = self._stop.wait(self.POLL_S)
+            self._wake.wait(self.POLL_S)
+            self._wake.clear()
+            stopped = self._stop.is_set()
             while self._samples:
                 self._take_oldest()
             self.busy_s = time.thread_time()
