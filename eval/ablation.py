@@ -32,6 +32,7 @@ from hlem_env.mdp import MdpConfig
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.load import tables_digest
 from hlem_env.surrogate.optimum import AlphaStar
+from hlem_env.workload.regimes import REGIMES
 
 LAYERS = ("allocator-ppo", "allocator-adapter", "allocator-p99", "allocator")
 PAPER_PEAK_MS = (46.0, 34.0, 31.0)
@@ -49,6 +50,8 @@ class Args:
     """Runs the allocator and its parts over the regimes."""
 
     preset: str = "default"
+    """of the workloads"""
+    regimes: tuple[str, ...] = REGIMES
     """of the workloads"""
     seeds: int = 16
     """evaluation episodes of a regime"""
@@ -74,7 +77,7 @@ def run(args: Args) -> list[dict[str, Any]]:
     """The comparison's cells, one a regime, with gaps and the reachable oracle put in."""
     compared = compare.Args(
         controllers=LAYERS,
-        workloads=tuple(f"{args.preset}/{regime}" for regime in ("steady", "trend", "burst")),
+        workloads=tuple(f"{args.preset}/{regime}" for regime in args.regimes),
         kv_policies=("scan_resistant",),
         seeds=args.seeds, epochs=args.epochs, repeats=args.repeats, alpha_step=args.alpha_step,
         jobs=args.jobs, output=args.output,
@@ -240,7 +243,7 @@ def main(args: Args) -> None:
                 "regimes": rows,
             },
         )  # fmt: skip
-    if args.plot is not None:
+    if args.plot is not None and "burst" in rows:
         paper.save(draw(rows["burst"], MdpConfig().slo_ms), args.plot, "eval.ablation")
 
 

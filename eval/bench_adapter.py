@@ -7,6 +7,7 @@ a residual within the bound can gain at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -29,6 +30,7 @@ from hlem_env.controller import Controller
 from hlem_env.errors import require
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
+from hlem_env.surrogate.optimum import alpha_star
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter
 from serving_bridge.allocator import AdaptedPolicy
 from serving_bridge.policy import FrozenPolicy
@@ -55,6 +57,8 @@ class Args:
     """episodes of each"""
     epochs: int = 240
     """of an episode; the second half counts"""
+    repeats: int = 16
+    """drawings of the arrivals for alpha*; 0: no regret"""
     jobs: int = 2
     """processes"""
     json: Path | None = None
@@ -65,10 +69,10 @@ class Constant(OnlineAdapter):
     """Always the same residual."""
 
     def __init__(self, value: float) -> None:
-        super().__init__(AdapterSettings(explore=0.0, steps=0))
+        super().__init__(AdapterSettings(explore=0.0, steps=0, pull=0.0))
         self.value = value
 
-    def propose(self, features: NDArray[np.float64]) -> tuple[float, float]:
+    def propose(self, features: Sequence[float]) -> tuple[float, float]:
         """The residual."""
         return self.value, self.value
 
@@ -84,14 +88,33 @@ def second_half(scenario: Scenario, adapter: OnlineAdapter | None, seed: int) ->
     return float(np.mean(p99[len(p99) // 2 :]))
 
 
-def row_of(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
+def star_p99_ms(scenario: Scenario, seed: int, repeats: int) -> float:
+    """Mean P99 at alpha* over the second half, ms."""
+    backend = scenario.build()
+    backend.reset(seed)
+    star = alpha_star(
+        backend,
+        mdp_config(scenario),
+        scenario.episode_epochs,
+        step_centi=2,
+        repeats=repeats,
+        jobs=1,
+    )
+    return float(star.best_p99_ms[scenario.episode_epochs // 2 :].mean())
+
+
+def row_of(scenario: Scenario, seeds: list[int], repeats: int) -> dict[str, Any]:
     """Figures of one workload."""
 
     def play(make: Any) -> NDArray[np.float64]:
         return np.array([second_half(scenario, make(), seed) for seed in seeds])
 
     alone = play(lambda: None)
-    adapted: Estimate = ratio_of_means(play(OnlineAdapter), alone)
+    with_adapter = play(OnlineAdapter)
+    adapted: Estimate = ratio_of_means(with_adapter, alone)
+    star = (
+        float(np.mean([star_p99_ms(scenario, seed, repeats) for seed in seeds])) if repeats else 0
+    )
     constants = {}
     for value in CONSTANTS:
         constants[value] = float(play(lambda value=value: Constant(value)).mean() / alone.mean())
@@ -99,9 +122,21 @@ def row_of(scenario: Scenario, seeds: list[int]) -> dict[str, Any]:
     return {
         "policy_p99_ms": float(alone.mean()),
         "adapter_over_policy": vars(adapted),
+        "policy_regret": float(alone.mean()) / star - 1 if star else None,
+        "adapter_regret": float(with_adapter.mean()) / star - 1 if star else None,
         "best_constant": best,
         "best_constant_over_policy": constants[best],
         "constants": {f"{value:+.3f}": ratio for value, ratio in constants.items()},
+    }
+
+
+def mean_regrets(rows: dict[str, Any]) -> dict[str, float]:
+    """Means over the workloads with a mismatch."""
+    off = [row for name, row in rows.items() if not name.startswith("none,")]
+    return {
+        "policy": float(np.mean([row["policy_regret"] for row in off])),
+        "adapter": float(np.mean([row["adapter_regret"] for row in off])),
+        "adapter_over_policy": float(np.mean([row["adapter_over_policy"]["value"] for row in off])),
     }
 
 
@@ -109,6 +144,7 @@ def main(args: Args) -> None:
     """Run, print, write."""
     require(args.seeds >= 1, "seeds", args.seeds, "1 or more")
     require(args.epochs >= 2, "epochs", args.epochs, "2 or more")
+    require(args.repeats >= 0, "repeats", args.repeats, "0 or more")
     require(args.jobs >= 1, "jobs", args.jobs, "1 or more")
     scenarios = {
         f"{mismatch}, {regime}": Scenario(regime=regime, episode_epochs=args.epochs, **fields)
@@ -117,11 +153,16 @@ def main(args: Args) -> None:
     }
     seeds = list(range(FIRST_SEED, FIRST_SEED + args.seeds))
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        found = pool.map(row_of, scenarios.values(), [seeds] * len(scenarios))
+        found = pool.map(
+            row_of, scenarios.values(), [seeds] * len(scenarios), [args.repeats] * len(scenarios)
+        )
         rows = dict(zip(scenarios, found, strict=True))
     title = f"P99 over the second half against the policy's, {args.seeds} seeds"
     table = Table(title=title, title_justify="left")
-    for heading in ("mismatch", "policy, ms", "with adapter", "best constant residual"):
+    headings = (
+        "mismatch", "policy, ms", "with adapter", "best constant residual", "regret %, then with adapter",
+    )  # fmt: skip
+    for heading in headings:
         table.add_column(heading)
     for name, row in rows.items():
         ratio = row["adapter_over_policy"]
@@ -130,10 +171,20 @@ def main(args: Args) -> None:
             f"{row['policy_p99_ms']:.2f}",
             f"{ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]",
             f"{row['best_constant_over_policy']:.4f} ({row['best_constant']:+.3f})",
+            "-" if not args.repeats
+            else f"{100 * row['policy_regret']:+.2f}, {100 * row['adapter_regret']:+.2f}",
+        )  # fmt: skip
+    Console(width=110).print(table)
+    mean = mean_regrets(rows) if args.repeats else None
+    if mean is not None:
+        print(
+            f"mean over the mismatches: regret {100 * mean['policy']:.2f} %, with adapter "
+            f"{100 * mean['adapter']:.2f} %; P99 with adapter {mean['adapter_over_policy']:.4f} of it"
         )
-    Console(width=100).print(table)
     if args.json is not None:
-        write_result(args.json, command("eval.bench_adapter"), {"seeds": seeds, "rows": rows})
+        write_result(args.json, command("eval.bench_adapter"), {
+            "seeds": seeds, "repeats": args.repeats, "rows": rows, "mean_over_mismatches": mean,
+        })  # fmt: skip
 
 
 if __name__ == "__main__":

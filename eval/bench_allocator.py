@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +20,8 @@ from serving_bridge.recovery import RecoverySettings
 
 SPREAD_MS = 8.0
 """Deviation of the epochs' P99, so that there is something to learn."""
+PAUSE_S = 0.005
+"""Between two paced decisions; a node has an epoch of seconds."""
 
 
 def epochs(rng: np.random.Generator, count: int, requests: int) -> list[EpochStats]:
@@ -42,12 +47,14 @@ def epochs(rng: np.random.Generator, count: int, requests: int) -> list[EpochSta
 
 def time_allocator(
     policy: FrozenPolicy, decisions: int, seed: int, requests: int
-) -> dict[str, NDArray[np.int64]]:
-    """Nanoseconds by kind: "decide", "decide_learning" and "tick", int64 [decisions], "learn" fewer.
+) -> tuple[dict[str, NDArray[np.int64]], dict[str, float]]:
+    """Nanoseconds by kind, int64 [n], and what the learning thread took.
 
-    "decide" is of the allocator without adapter, "decide_learning" of the whole one, one decision right
-    after the other, so that the thread learns during each of them: on a node an epoch is between two.
-    "tick" is a look of the burst watch. "learn" is a decision that learns itself: what the thread spares.
+    "decide" is of the allocator without adapter, "decide_learning" of the whole one, both with one
+    decision right after the other, so that the thread learns during each of them. "decide_paced" is of
+    the whole one with a pause before the epoch's last tick, which is how a node decides, if much faster:
+    it has seconds between two. "tick" is a look of the burst watch, "tick_paced" the one after the
+    pause. "learn" is a decision that learns itself: what the thread spares.
     """
     rng = np.random.default_rng(seed)
     whole = epochs(rng, 256, requests)
@@ -56,34 +63,93 @@ def time_allocator(
     alone = SmartAllocator(policy, None, recovery)
     beside = SmartAllocator(policy, AdapterSettings(), recovery, background=True)
     itself = SmartAllocator(policy, AdapterSettings(), recovery)
-    made = {
-        "decide": time_decide(alone, decisions, whole),
-        "decide_learning": time_decide(beside, decisions, whole),
-        "learn": time_decide(itself, max(decisions // 100, 50), whole),
-        "tick": np.zeros(decisions, np.int64),
-    }
+    some = max(decisions // 5, 50)
+    with quiet_collector():
+        made = {
+            "decide": time_decide(alone, decisions, whole, ticks)[0],
+            "decide_learning": time_decide(beside, decisions, whole, ticks)[0],
+            "learn": time_decide(itself, max(decisions // 100, 50), whole, ticks)[0],
+        }
+        started_s, learnt_s = time.perf_counter(), beside_s(beside)
+        made["decide_paced"], made["tick_paced"], loads = time_decide(
+            beside, some, whole, ticks, PAUSE_S
+        )
+        spent_s = time.perf_counter() - started_s
+        made["tick"] = time_ticks(alone, decisions, whole[0], ticks)
     beside.close()
-    state = observe(whole[0], alone.config)
-    for i in range(decisions):
-        before = time.perf_counter_ns()
-        alone.on_tick(ticks[i % len(ticks)])
-        made["tick"][i] = time.perf_counter_ns() - before
-        if i % TICKS_PER_EPOCH == TICKS_PER_EPOCH - 1:
-            alone.decide(state, whole[0])
-    return made
+    busy_s = beside_s(beside) - learnt_s
+    learning = {
+        "pause_ms": 1000 * PAUSE_S,
+        "cpu_ms_an_epoch": 1000 * busy_s / some,
+        "cpu_percent": 100 * busy_s / spent_s,
+        "cpu_percent_peak_second": 100 * max(loads),
+        "cpu_percent_at_epochs_of_5_s": 100 * busy_s / some / 5.0,
+    }
+    return made, learning
+
+
+def beside_s(allocator: SmartAllocator) -> float:
+    """CPU seconds of the allocator's learning thread so far."""
+    assert allocator.adapter is not None
+    return allocator.adapter.busy_s
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """What was loaded before is not searched for garbage, as in a server that has started."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def time_decide(
-    allocator: SmartAllocator, decisions: int, whole: list[EpochStats]
-) -> NDArray[np.int64]:
-    """Nanoseconds of decisions, int64 [decisions], each on an epoch at the alpha decided before."""
-    times, alpha_centi = np.zeros(decisions, np.int64), allocator.initial_alpha_centi
+    allocator: SmartAllocator,
+    decisions: int,
+    whole: list[EpochStats],
+    ticks: list[EpochStats],
+    pause_s: float = 0.0,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], list[float]]:
+    """Nanoseconds of decisions and of the ticks before them, int64 [decisions] both; loads.
+
+    Each decision is on an epoch at the alpha decided before, after an epoch's ticks, of which the last
+    comes after the pause, as on a node. The loads are the learning thread's, in each second.
+    """
+    times, tick_times = np.zeros(decisions, np.int64), np.zeros(decisions, np.int64)
+    alpha_centi, clock = allocator.initial_alpha_centi, time.perf_counter_ns
+    loads, second_s, learnt_s = [0.0], time.perf_counter(), 0.0
     allocator.reset(0)
     for i in range(decisions):
+        for j in range(TICKS_PER_EPOCH - 1):
+            allocator.on_tick(ticks[(i + j) % len(ticks)])
+        if pause_s:
+            time.sleep(pause_s)
+        before = clock()
+        allocator.on_tick(ticks[(i - 1) % len(ticks)])
+        tick_times[i] = clock() - before
         stats = replace(whole[i % len(whole)], alpha_target=alpha_centi / 100)
         state = observe(stats, allocator.config)
-        before = time.perf_counter_ns()
+        before = clock()
         decision = allocator.decide(state, stats)
-        times[i] = time.perf_counter_ns() - before
+        times[i] = clock() - before
         alpha_centi = decision.alpha_centi
+        if allocator.adapter is not None and time.perf_counter() - second_s >= 1.0:
+            loads.append((allocator.adapter.busy_s - learnt_s) / (time.perf_counter() - second_s))
+            second_s, learnt_s = time.perf_counter(), allocator.adapter.busy_s
+    return times, tick_times, loads[1:] or [0.0]
+
+
+def time_ticks(
+    allocator: SmartAllocator, count: int, whole: EpochStats, ticks: list[EpochStats]
+) -> NDArray[np.int64]:
+    """Nanoseconds of ticks, int64 [count], with a decision after each epoch's."""
+    times, state = np.zeros(count, np.int64), observe(whole, allocator.config)
+    for i in range(count):
+        before = time.perf_counter_ns()
+        allocator.on_tick(ticks[i % len(ticks)])
+        times[i] = time.perf_counter_ns() - before
+        if i % TICKS_PER_EPOCH == TICKS_PER_EPOCH - 1:
+            allocator.decide(state, whole)
     return times

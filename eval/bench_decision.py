@@ -1,16 +1,19 @@
-"""Times one decision: the frozen policy in numpy beside the same network in eager torch.
+"""Times one decision: the frozen policy beside the same network in eager torch.
 
     python -m eval.bench_decision --json runs/bench/decision.json
 
 The two take turns in blocks of the same run, so that other work on the machine meets both. Each
 call starts from the state as a numpy array and ends with an action index as a Python int. Without
 `--policy` the network has random weights; what a decision costs does not depend on them. The allocator's
-decisions follow, with its learning on a thread beside them.
+decisions follow, with its learning on a thread beside them. To give both one core, ahead of other work:
+
+    nice -n -20 taskset -c 1 python -m eval.bench_decision
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from agents.actor_critic import ActorCritic
-from eval.bench_allocator import epochs, time_allocator
+from eval.bench_allocator import PAUSE_S, epochs, time_allocator
 from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.machine import command, machine, write_result
@@ -38,6 +41,10 @@ NEAR_TIE = 1e-5
 """Two best logits closer than this may be told apart differently."""
 REQUESTS = 1_000
 """Requests in the epoch that `mdp.observe` reduces to a state."""
+PAPER_US = 32.0
+"""A decision of the paper's controller."""
+PAPER_CPU_PERCENT = (32.0, 46.0)
+"""Of the paper's learning loop: mean and peak."""
 PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99_9": 99.9}
 
 
@@ -77,7 +84,7 @@ def main(args: Args) -> int:
     with torch.inference_mode():
         times_ns = time_in_turns(policy.act, eager, states, args.decisions)
         agreement = compare_actions(policy, network, states)
-    allocator_ns = time_allocator(policy, args.decisions, args.seed, REQUESTS)
+    allocator_ns, learning = time_allocator(policy, args.decisions, args.seed, REQUESTS)
     observe_ns = time_observe(rng, policy.mdp_config, max(args.decisions // 10, BLOCK))
     figures_us = {
         "act": percentiles_us(times_ns[0]),
@@ -97,14 +104,16 @@ def main(args: Args) -> int:
         f"{'microseconds':<34}" + "".join(f"{name.replace('_', '.'):>10}" for name in PERCENTILES)
     )
     for label, values in (
-        ("decision, numpy", figures_us["act"]),
+        ("decision of the policy", figures_us["act"]),
         ("decision, eager torch", figures_us["torch_eager"]),
         ("ratio", ratio),
         (f"mdp.observe, {REQUESTS:,} requests", figures_us["observe"]),
         ("timer alone, included above", figures_us["timer"]),
         ("allocator, no adapter", figures_us["allocator_decide"]),
         ("allocator, learning beside", figures_us["allocator_decide_learning"]),
+        (f"the same, {1000 * PAUSE_S:g} ms between two", figures_us["allocator_decide_paced"]),
         ("allocator, a tick", figures_us["allocator_tick"]),
+        ("a tick after the pause", figures_us["allocator_tick_paced"]),
         ("allocator, learning itself", figures_us["allocator_learn"]),
     ):
         print(f"{label:<34}" + "".join(f"{value:>10.2f}" for value in values.values()))
@@ -112,6 +121,13 @@ def main(args: Args) -> int:
         f"actions: {agreement['equal']:,} of {agreement['states']:,} equal, "
         f"{agreement['different_near_ties']:,} differ with two best logits within {NEAR_TIE:g} "
         f"({agreement['near_ties']:,} such states), {agreement['different']:,} differ otherwise"
+    )
+    print(
+        f"the paper's decision: {PAPER_US:g} us; learning beside, {learning['pause_ms']:g} ms between two "
+        f"epochs: {learning['cpu_ms_an_epoch']:.2f} ms of CPU an epoch, {learning['cpu_percent']:.1f} % "
+        f"of a core, {learning['cpu_percent_peak_second']:.1f} % in its busiest second (the paper's "
+        f"{PAPER_CPU_PERCENT[0]:g} and {PAPER_CPU_PERCENT[1]:g} %); with epochs of 5 s "
+        f"{learning['cpu_percent_at_epochs_of_5_s']:.3f} %"
     )
     if args.json is not None:
         payload: dict[str, Any] = {
@@ -122,6 +138,9 @@ def main(args: Args) -> int:
             "torch_threads": torch.get_num_threads(),
             "observe_requests": REQUESTS,
             "microseconds": figures_us,
+            "learning": learning,
+            "paper": {"decision_us": PAPER_US, "cpu_percent": PAPER_CPU_PERCENT},
+            "priority": {"nice": os.getpriority(os.PRIO_PROCESS, 0), "cores": here["cores"]},
             "ratio_torch_eager_to_act": ratio,
             "actions": agreement,
         }

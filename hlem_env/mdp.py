@@ -140,6 +140,8 @@ def reward(stats: EpochStats, config: MdpConfig) -> float:
         value = stats.qos(config.slo_ms) - max(0.0, stats.p99_ms / config.slo_ms - 1.0)
     elif stats.backlog and not stats.requests:
         value = REWARD_FLOOR  # nothing completes: no service time tells of it
+    elif config.reward == "busy_time":
+        value = smooth_reward(stats.mean_service_ms, 0.0, 0.0, config)
     else:
         square = float(np.square(stats.service_ms).mean()) if stats.requests else 0.0
         rate = stats.requests / stats.duration_s if stats.duration_s > 0 else 0.0

@@ -10,29 +10,38 @@ over samples drawn from a replay of the last 1,000 epochs. sigma, the noise's de
 step the same for any noise: without it little noise makes large steps, of chance alone. The paper
 names neither the five inputs nor the loss; both are ours. Learning never runs in a decision: that
 reads a snapshot of the weights, which nothing changes afterwards. In simulation the steps run between
-decisions (`background=False`), so that a seed fixes the run; on a node a thread takes them.
+decisions (`background=False`), so that a seed fixes the run; on a node a thread takes them, without the
+interpreter's lock and at a lower priority.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
+import math
+import os
+import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import require
 from serving_bridge.residual_network import (
+    HIDDEN,
     INPUTS,
     Weights,
     ascend,
     copied,
+    forward,
     frozen,
     initial_weights,
-    residual,
+    propose,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,6 +66,11 @@ class AdapterSettings:
 
     bound: float = 0.02
     """Of the residual, in alpha."""
+    pull: float = 1.0
+    """Share of the gap to the knee that the residual closes in an epoch, within the bound. 0: it is what
+    was learnt alone."""
+    knee_offset: float = 0.02
+    """The knee is at alpha = 1 - working set + this."""
     explore: float = 0.002
     """Deviation of the noise, in alpha; it is cut at 0.01. 0: no exploration, nothing is learnt."""
     learning_rate: float = 1e-3
@@ -72,6 +86,8 @@ class AdapterSettings:
 
     def __post_init__(self) -> None:
         require(0 < self.bound <= 0.02, "bound", self.bound, "above 0, at most 0.02")
+        require(0 <= self.pull <= 1, "pull", self.pull, "0 to 1")
+        require(-1 <= self.knee_offset <= 1, "knee_offset", self.knee_offset, "-1 to 1")
         require(0 <= self.explore <= 0.01, "explore", self.explore, "0 to 0.01")
         require(0 <= self.learning_rate <= 1, "learning_rate", self.learning_rate, "0 to 1")
         require(0 <= self.steps <= 64, "steps", self.steps, "0 to 64")
@@ -80,8 +96,7 @@ class AdapterSettings:
         require(self.most_weight >= 1, "most_weight", self.most_weight, "1 or more")
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One epoch: what was seen before it, what was applied, and what came of it."""
 
     features: tuple[float, ...]
@@ -92,6 +107,9 @@ class Sample:
     reward: float
     surprise: float
     """|P99 - EMA| / SLO of the epoch: scales the learning rate."""
+
+
+Waiting = Sample | Callable[[], Sample]
 
 
 class Learner:
@@ -116,30 +134,48 @@ class Learner:
         if rate > 0.0 and self.settings.explore > 0.0 and self.seen > 1:
             self._learn_from_replay(rate)
 
+    def rehearse(self) -> None:
+        """Compile, or load what was compiled: before there is a decision that would wait for it."""
+        propose(*self.weights, (0.0,) * INPUTS, self.settings.bound, 0.0, _MOST)
+        _climb(
+            copied(self.weights), self.replay[:1], np.zeros((0, self.settings.batch), np.int64),
+            0.0, self.settings.bound, 1.0, self.settings.most_weight,
+        )  # fmt: skip
+
     def _learn_from_replay(self, rate: float) -> None:
         """The epoch's steps, on samples drawn with replacement."""
         settings = self.settings
         held = self.replay[: min(self.seen, len(self.replay))]
-        rewards = held[:, -1]
-        deviation = max(float(rewards.std()), 1e-6)
-        advantages = np.clip((rewards - rewards.mean()) / deviation, -3.0, 3.0)
-        sharpness = settings.bound / settings.explore
-        precision = sharpness**2
-        applied, then = held[:, INPUTS] / settings.bound, held[:, INPUTS + 1] / settings.bound
-        far = 0.5 * precision * (applied - then) ** 2
+        order = self.rng.integers(0, len(held), (settings.steps, settings.batch))
         weights = copied(self.weights)
-        for rows in self.rng.integers(0, len(held), (settings.steps, settings.batch)):
-
-            def slope(mean: Floats, rows: NDArray[np.int64] = rows) -> Floats:
-                """Importance x A x deviation x d log pi / d mean; residuals are over the bound."""
-                away = applied[rows] - mean
-                odds = np.exp(np.minimum(far[rows] - 0.5 * precision * away * away, 50.0))
-                weight = np.minimum(odds, settings.most_weight)
-                found: Floats = weight * advantages[rows] * away * sharpness
-                return found
-
-            ascend(weights, held[rows, :INPUTS], slope, rate)
+        _climb(
+            weights, held, order, rate, settings.bound, settings.bound / settings.explore,
+            settings.most_weight,
+        )  # fmt: skip
         self.weights = frozen(weights)
+
+
+@numba.njit(cache=True, nogil=True)
+def _climb(weights, held, order, rate, bound, sharpness, most_weight):  # type: ignore[no-untyped-def]
+    """Take a step for each row of `order`, [steps, batch] indices of the samples `held`.
+
+    A sample's slope is importance x A x deviation x d log pi / d mean, residuals over the bound.
+    """
+    rewards = held[:, INPUTS + 2]
+    deviation = max(rewards.std(), 1e-6)
+    advantages = (rewards - rewards.mean()) / deviation
+    hidden, slopes = np.empty((order.shape[1], HIDDEN)), np.empty(order.shape[1])
+    for rows in order:
+        features = held[rows, :INPUTS]
+        out = forward(weights, features, hidden)
+        for k in range(len(rows)):
+            applied, then = held[rows[k], INPUTS] / bound, held[rows[k], INPUTS + 1] / bound
+            away = applied - out[k]
+            apart = (applied - then) ** 2 - away * away
+            odds = math.exp(min(0.5 * sharpness**2 * apart, 50.0))
+            advantage = min(max(advantages[rows[k]], -3.0), 3.0)
+            slopes[k] = min(odds, most_weight) * advantage * away * sharpness
+        ascend(weights, features, hidden, out, slopes, rate)
 
 
 def _sensible(values: Iterable[float]) -> bool:
@@ -161,6 +197,10 @@ class OnlineAdapter:
 
     WAITING = 64
     """Samples that may wait for the thread."""
+    POLL_S = 0.05
+    """How often the thread looks for samples. To wake it would cost the decision a system call."""
+    NICENESS = 10
+    """Of the thread, where the system gives threads their own: decisions go first on a shared core."""
 
     def __init__(
         self,
@@ -171,10 +211,12 @@ class OnlineAdapter:
     ) -> None:
         self.settings = settings or AdapterSettings()
         self.background, self._on_hand_over = background, on_hand_over
-        self._kept: list[Sample] = []
+        self._kept: list[Waiting] = []
         self.dropped = 0
         self.learning = threading.Lock()
         """Held while a sample is learnt: who holds it sees weights and replay that belong together."""
+        self.busy_s = 0.0
+        """CPU time that the thread has taken."""
         self._thread: threading.Thread | None = None
         self.reset(seed)
 
@@ -182,25 +224,40 @@ class OnlineAdapter:
         """Forget all that was learnt."""
         self.close()
         self.learner = Learner(self.settings, seed)
+        self.learner.rehearse()
         self._noise = np.random.default_rng((seed, 1))
+        self._samples: deque[Waiting] = deque()
         self.snapshot: Weights = self.learner.weights
         """What decisions read."""
 
-    def propose(self, features: Floats) -> tuple[float, float]:
+    def propose(self, features: Sequence[float]) -> tuple[float, float]:
         """Residual to apply and its mean, in alpha, both within +-bound.
 
         Args:
             features: [5], see FEATURES.
         """
-        settings, weights = self.settings, self.snapshot
-        if not _sensible(features.tolist()):  # leave the base step alone
-            return 0.0, 0.0
-        mean = float(residual(weights, features[None], settings.bound)[0])
+        settings = self.settings
         noise = min(max(settings.explore * self._noise.standard_normal(), -0.01), 0.01)
-        return min(max(mean + noise, -settings.bound), settings.bound), mean
+        applied, mean = propose(*self.snapshot, features, settings.bound, noise, _MOST)
+        return applied, mean
 
-    def learn(self, sample: Sample) -> None:
-        """Learn from an epoch, now or on the thread."""
+    def towards_knee(self, alpha: float, working_set: float) -> float:
+        """The part of the residual that is not learnt: towards where the hot users' KV just fits.
+
+        Args:
+            alpha: where the base step leads.
+            working_set: KV bytes of the hot users over the pool.
+        """
+        gap = 1.0 - working_set + self.settings.knee_offset - alpha
+        return self.bounded(self.settings.pull * gap)
+
+    def bounded(self, residual: float) -> float:
+        """Within +-bound; 0 for what is no number."""
+        bound = self.settings.bound
+        return min(max(residual, -bound), bound) if residual == residual else 0.0
+
+    def learn(self, sample: Waiting) -> None:
+        """Learn from an epoch, now or on the thread; what makes a sample is called there too."""
         if not self.background:
             self._take(sample)
         elif self._on_hand_over:
@@ -213,52 +270,70 @@ class OnlineAdapter:
         kept, self._kept = self._kept, []
         for sample in kept:
             self._pass_on(sample)
+        if self._thread is not None:
+            self._wake.set()
 
-    def _pass_on(self, sample: Sample) -> None:
+    def _pass_on(self, sample: Waiting) -> None:
         if self._thread is None:
             self._start()
-        while True:
-            try:
-                self._samples.put_nowait(sample)
-                return
-            except queue.Full:
-                self._drop_oldest()
+        self._samples.append(sample)
+        if len(self._samples) > self.WAITING:
+            self._drop_oldest()
 
     def close(self) -> None:
         """End the thread, after what waits is learnt. May be called twice."""
         if self._thread is not None:
             self._stop.set()
+            self._wake.set()
             self._thread.join()
             self._thread = None
 
-    def _take(self, sample: Sample) -> None:
+    def _take(self, sample: Waiting) -> None:
         with self.learning:
-            self.learner.take(sample)
+            self.learner.take(sample() if callable(sample) else sample)
             self.snapshot = self.learner.weights
 
     def _start(self) -> None:
-        self._samples: queue.Queue[Sample] = queue.Queue(self.WAITING)
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="hlem-adapter", daemon=True)
         self._thread.start()
 
     def _drop_oldest(self) -> None:
         try:
-            self._samples.get_nowait()
+            self._samples.popleft()
             self.dropped += 1
-        except queue.Empty:
+        except IndexError:
             pass  # the thread was faster
 
     def _run(self) -> None:
-        """Of the thread. A fault ends one sample's learning, never the thread or the service."""
-        while True:
-            try:
-                sample = self._samples.get(timeout=0.05)
-            except queue.Empty:
-                if self._stop.is_set():
-                    return
-                continue
-            try:
-                self._take(sample)
-            except Exception:
-                logger.exception("the adapter could not learn from %r", sample)
+        """Of the thread: learns what waits, every so often; the last time after `close`."""
+        _lower_priority(self.NICENESS)
+        stopped = False
+        while not stopped:
+            self._wake.wait(self.POLL_S)
+            self._wake.clear()
+            stopped = self._stop.is_set()
+            while self._samples:
+                self._take_oldest()
+            self.busy_s = time.thread_time()
+
+    def _take_oldest(self) -> None:
+        """A fault ends one sample's learning, never the thread or the service."""
+        try:
+            sample = self._samples.popleft()
+        except IndexError:
+            return  # dropped meanwhile
+        try:
+            self._take(sample)
+        except Exception:
+            logger.exception("the adapter could not learn from %r", sample)
+
+
+def _lower_priority(niceness: int) -> None:
+    """Of the calling thread; left as it is where threads have none of their own, or it is refused."""
+    if sys.platform != "linux":
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    except OSError as error:
+        logger.warning("the adapter learns at the priority of the decisions: %s", error.strerror)

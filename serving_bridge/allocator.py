@@ -9,7 +9,10 @@ on the grid of 0.01. The decision path is numpy alone.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ from serving_bridge.recovery import RecoverySettings, Transition, WithRecovery
 
 LOG_ENTRIES = 1000
 """Decisions kept in the log; the oldest go first."""
+_NO_PARTS = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0}
 
 
 class AdaptedPolicy:
@@ -46,6 +50,9 @@ class AdaptedPolicy:
         self.policy, self.adapter, self.config = policy, adapter, config
         self.adapter_frozen = False
         """Leave the adapter out: it neither proposes nor learns."""
+        # In words once, and not in every decision; the residual is a number in its parts.
+        self._reasons = {step: f"policy {step / 100:+.2f}" for step in policy.actions_centi}
+        self._largest = max(policy.actions_centi)
         self.restart()
 
     def restart(self) -> None:
@@ -83,11 +90,12 @@ class AdaptedPolicy:
         self._learn(alpha_centi, stats, abs(surprise))
         features = (
             stats.kv_hit, stats.emb_hit, stats.hot_share, min(max(surprise, -1.0), 1.0),
-            base / max(self.policy.actions_centi),
+            base / self._largest,
         )  # fmt: skip
-        applied, mean = self.adapter.propose(np.array(features))
+        applied, mean = self.adapter.propose(features)
         self._pending = features, applied, mean
-        return self._decision(alpha_centi, base, 100 * applied)
+        pull = self.adapter.towards_knee((alpha_centi + base) / 100, stats.working_set)
+        return self._decision(alpha_centi, base, 100 * self.adapter.bounded(pull + applied))
 
     def _decision(self, alpha_centi: int, base: int, residual_centi: float) -> Decision:
         wanted = base + residual_centi + self._carry
@@ -96,8 +104,8 @@ class AdaptedPolicy:
         self._commanded = self.config.clip(alpha_centi + step)
         return Decision(
             self._commanded,
-            f"policy {base / 100:+.2f}, adapter {residual_centi / 100:+.4f}",
-            {"policy": float(base), "adapter": residual_centi},
+            self._reasons[base],
+            {"policy": float(base), "adapter": residual_centi, "recovery": 0.0},
         )
 
     def _surprise(self, stats: EpochStats) -> float:
@@ -112,13 +120,18 @@ class AdaptedPolicy:
         """Hand the epoch to the adapter, unless recovery had the say in it."""
         assert self.adapter is not None
         if self._pending is not None and alpha_centi == self._commanded:
-            reward = mdp.reward(stats, self.config)
-            self.adapter.learn(Sample(*self._pending, reward, surprise))
+            self.adapter.learn(partial(self._sample, *self._pending, stats, surprise))
         self._pending = None
 
+    def _sample(
+        self, features: tuple[float, ...], applied: float, mean: float, stats: EpochStats,
+        surprise: float,
+    ) -> Sample:  # fmt: skip
+        """What came of a residual. Made where it is learnt: the reward goes over all requests."""
+        return Sample(features, applied, mean, mdp.reward(stats, self.config), surprise)
 
-@dataclass(frozen=True)
-class LogEntry:
+
+class LogEntry(NamedTuple):
     """One decision: what it saw, what each layer gave, what came out."""
 
     epoch: int
@@ -134,7 +147,7 @@ class LogEntry:
     p99_ms: float
     alpha_before_centi: int
     alpha_centi: int
-    parts: dict[str, float]
+    parts: Mapping[str, float]
     """Hundredths."""
     reason: str
 
@@ -237,13 +250,13 @@ class SmartAllocator:
 
     def _noted(self, decision: Decision, stats: EpochStats) -> Decision:
         alpha_centi = self.config.clip(decision.alpha_centi)
-        parts = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0, **decision.parts}
-        decision = Decision(alpha_centi, decision.reason, parts)
+        if alpha_centi != decision.alpha_centi or len(decision.parts) < len(_NO_PARTS):
+            decision = Decision(alpha_centi, decision.reason, {**_NO_PARTS, **decision.parts})
         state = "normal" if self.recovery is None else self.recovery.state.value
         entry = LogEntry(
             self._epoch, self._tick, state, stats.hot_share, stats.kv_hit, stats.emb_hit,
             stats.working_set, stats.p99_ms, round(100 * stats.alpha_target), alpha_centi,
-            parts, decision.reason,
+            decision.parts, decision.reason,
         )  # fmt: skip
         self.log.append(entry)
         return decision

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hlem_env.errors import require
 from hlem_env.mdp import TICKS_PER_EPOCH
@@ -62,14 +63,26 @@ class WatchSettings:
         require(self.baseline_epochs >= 1, "baseline_epochs", self.baseline_epochs, "1 or more")
 
 
-@dataclass(frozen=True)
-class _Tick:
+class _Tick(NamedTuple):
     """What the charts look at."""
 
     requests: int
     hot: int
-    working_set: float
     growth: float
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Over ticks with requests, against the baseline in force."""
+
+    ticks: int = 0
+    requests: int = 0
+    hot: int = 0
+    square: float = 0.0
+    """Squared distances of the hot requests to their mean, over the binomial variance."""
+    growth: float = 0.0
+    spread: float = 0.0
+    """Squared distances of the growth to the usual one."""
 
 
 class BurstWatch:
@@ -96,7 +109,7 @@ class BurstWatch:
         self.growth_mean, self.growth_variance = 0.0, (3 * _LEAST_SPREAD) ** 2
         self.share_chart = self.growth_chart = self.end_chart = 0.0
         self._working_set = -1.0
-        self._ticks: list[_Tick] = []
+        self._sums = _Sums()
 
     def see(self, stats: EpochStats) -> bool:
         """Take a tick into the charts; whether a burst has begun. Before a baseline never."""
@@ -123,26 +136,24 @@ class BurstWatch:
 
     def learn(self) -> None:
         """Take the ticks since the last call into the baseline: they were quiet."""
-        ticks, self._ticks = [tick for tick in self._ticks if tick.requests], []
-        if not ticks:
+        sums, self._sums = self._sums, _Sums()
+        if not sums.ticks:
             return
-        n, x = sum(tick.requests for tick in ticks), sum(tick.hot for tick in ticks)
+        share = sums.hot / sums.requests
         if self.share < 0.0:
-            self.share = _bounded(x / n)
+            self.share = _bounded(share)
             return
-        weight = min(len(ticks) / TICKS_PER_EPOCH / self.settings.baseline_epochs, 1.0)
+        weight = min(sums.ticks / TICKS_PER_EPOCH / self.settings.baseline_epochs, 1.0)
         slow = weight / 4.0  # a variance needs more ticks than a mean
-        square = sum(_square(tick, self.share) for tick in ticks) / len(ticks)
+        square = sums.square / sums.ticks
         self.dispersion = max(self.dispersion + slow * (square - self.dispersion), 1.0)
-        self.share = _bounded(self.share + weight * (x / n - self.share))
-        growth = sum(tick.growth for tick in ticks) / len(ticks)
-        spread = sum((tick.growth - self.growth_mean) ** 2 for tick in ticks) / len(ticks)
-        self.growth_mean += weight * (growth - self.growth_mean)
-        self.growth_variance += slow * (spread - self.growth_variance)
+        self.share = _bounded(self.share + weight * (share - self.share))
+        self.growth_mean += weight * (sums.growth / sums.ticks - self.growth_mean)
+        self.growth_variance += slow * (sums.spread / sums.ticks - self.growth_variance)
 
     def drop(self) -> None:
         """Forget the ticks since the last `learn`: they were not quiet."""
-        self._ticks.clear()
+        self._sums = _Sums()
 
     def relearn(self) -> None:
         """Take the ticks since the last `learn` as the new level: the burst has come to stay."""
@@ -150,12 +161,20 @@ class BurstWatch:
         self.learn()
 
     def _take(self, stats: EpochStats) -> _Tick:
-        hot = round(stats.hot_share * stats.requests)
-        grown = stats.working_set - self._working_set if self._working_set >= 0.0 else 0.0
-        tick = _Tick(stats.requests, hot, stats.working_set, grown)
-        self._working_set = tick.working_set
-        self._ticks.append(tick)
-        return tick
+        requests, working_set = stats.requests, stats.working_set
+        hot = round(stats.hot_share * requests)
+        growth = working_set - self._working_set if self._working_set >= 0.0 else 0.0
+        self._working_set = working_set
+        if requests:
+            sums = self._sums
+            sums.ticks += 1
+            sums.requests += requests
+            sums.hot += hot
+            if self.share >= 0.0:
+                sums.square += _square(requests, hot, self.share)
+            sums.growth += growth
+            sums.spread += (growth - self.growth_mean) ** 2
+        return _Tick(requests, hot, growth)
 
     def _share_evidence(self, tick: _Tick) -> float:
         """Log-likelihood ratio of the tick's requests: burst against baseline."""
@@ -178,7 +197,6 @@ def _bounded(share: float) -> float:
     return min(max(share, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
 
 
-def _square(tick: _Tick, share: float) -> float:
-    """Squared distance of the tick's hot requests to their mean, over the binomial variance."""
-    variance = tick.requests * share * (1.0 - share)
-    return (tick.hot - tick.requests * share) ** 2 / variance
+def _square(requests: int, hot: int, share: float) -> float:
+    """Squared distance of the hot requests to their mean, over the binomial variance."""
+    return (hot - requests * share) ** 2 / (requests * share * (1.0 - share))

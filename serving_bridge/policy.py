@@ -1,4 +1,4 @@
-"""The frozen policy: a trained actor as it runs in production, in numpy, and its folder on disk.
+"""The frozen policy: a trained actor as it runs in production, without torch, and its folder on disk.
 
 A policy is a folder of two files. `policy.safetensors` holds the actor's tensors, for each layer I
 from 0 `layers.I.weight`, float32 [out, in], and `layers.I.bias`, float32 [out], with tanh between
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata as installed
@@ -27,6 +26,7 @@ from safetensors import SafetensorError
 
 from hlem_env.errors import ArgumentError, ArtefactError, HlemError, require
 from hlem_env.mdp import ACTIONS_CENTI, FEATURES, MdpConfig
+from serving_bridge.actor_network import best, forward
 from serving_bridge.durable import replace_file
 
 WEIGHTS_FILE = "policy.safetensors"
@@ -72,8 +72,7 @@ _KINDS: dict[str, type] = {
 class FrozenPolicy:
     """A trained actor: states to action indices, without torch.
 
-    Weights never change. The buffers between the layers belong to the instance; a lock keeps them
-    to one decision at a time, so that threads may share a policy.
+    Weights never change, and a decision keeps nothing: threads may share a policy.
 
     Args:
         weights: tensors as in `policy.safetensors`; copied.
@@ -87,13 +86,7 @@ class FrozenPolicy:
     __slots__ = (
         "_document",
         "_folder",
-        "_forward_last",
-        "_hidden",
-        "_input",
-        "_last_weight",
-        "_lock",
-        "_logits",
-        "_pick",
+        "_layers",
         "_shape",
         "_weights",
         "actions_centi",
@@ -159,9 +152,10 @@ class FrozenPolicy:
         Raises:
             ArgumentError: anything else.
         """
-        with self._lock:
-            self._forward(observation)
-            return int(self._pick())
+        action: int = best(self._layers, self._checked(observation), MAX_MAGNITUDE)
+        if action < 0:
+            self._refuse(observation)
+        return action
 
     def logits(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
         """Unnormalised log-probabilities of the actions, a new float32 [n_actions].
@@ -172,25 +166,19 @@ class FrozenPolicy:
         Raises:
             ArgumentError: anything else.
         """
-        with self._lock:
-            self._forward(observation)
-            return self._logits.copy()
+        self.act(observation)
+        found: NDArray[np.float32] = forward(self._layers, self._checked(observation))
+        return found
 
-    def _forward(self, observation: NDArray[np.float32]) -> None:
+    def _checked(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A copy: contiguous and writable, the one kind of array that was compiled for."""
         if (
             type(observation) is not np.ndarray
             or observation.dtype != np.float32
             or observation.shape != self._shape
         ):
             self._refuse(observation)
-        # NaN is not below anything. On seven numbers this is cheaper than a numpy reduction.
-        if not sum(map(abs, observation.tolist())) < MAX_MAGNITUDE:
-            self._refuse(observation)
-        self._input[...] = observation
-        for forward, weight, out in self._hidden:
-            forward(weight, out)
-            np.tanh(out, out)
-        self._forward_last(self._last_weight, self._logits)
+        return observation.copy()
 
     def _refuse(self, observation: object) -> NoReturn:
         allowed = (
@@ -205,30 +193,14 @@ class FrozenPolicy:
         raise ArgumentError("observation", got, allowed)
 
     def _build(self, layers: Sequence[tuple[int, int]]) -> None:
-        """Lay out weights and buffers; a bias is the last row of its layer, beside a constant 1."""
-        blocks = [
-            np.ascontiguousarray(
-                np.vstack(
-                    (
-                        self._weights[f"layers.{index}.weight"].T,
-                        self._weights[f"layers.{index}.bias"],
-                    )
-                )
+        """Lay out the weights as `actor_network` takes them, the bias last in each row."""
+        self._shape = (layers[0][0],)
+        self._layers = tuple(
+            np.column_stack(
+                (self._weights[f"layers.{index}.weight"], self._weights[f"layers.{index}.bias"])
             )
             for index in range(len(layers))
-        ]
-        buffers = [np.ones(n_in + 1, np.float32) for n_in, _ in layers]
-        self._lock = threading.Lock()
-        self._shape = (layers[0][0],)
-        self._input = buffers[0][:-1]
-        # ndarray.dot and not np.dot, which costs a dispatch more.
-        self._hidden = tuple(
-            (mine.dot, block, following[:-1])
-            for (mine, following), block in zip(pairwise(buffers), blocks, strict=False)
         )
-        self._forward_last, self._last_weight = buffers[-1].dot, blocks[-1]
-        self._logits = np.zeros(layers[-1][1], np.float32)
-        self._pick = self._logits.argmax
 
     def _check_parity(self, path: Path) -> None:
         inputs = _matrix(self._document, "parity_inputs", len(self.feature_names), path)

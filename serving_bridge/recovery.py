@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 
 from hlem_env.controller import Controller, Decision
 from hlem_env.errors import require, require_choice
-from hlem_env.mdp import EMA_EPOCHS, FEATURES, HOT_WINDOW_EPOCHS, MdpConfig, observe
+from hlem_env.mdp import (
+    EMA_EPOCHS,
+    FEATURES,
+    HOT_WINDOW_EPOCHS,
+    TICKS_PER_EPOCH,
+    MdpConfig,
+    observe,
+)
 from hlem_env.telemetry import EpochStats
 from serving_bridge.burst_watch import BurstWatch, WatchSettings
 
@@ -52,6 +59,10 @@ class RecoverySettings:
     """Epochs in a row within EMA + end_sigmas x sigma that end the recovering."""
     burst_step_centi: int = 20
     """By the workload: the move towards KV in a burst, at once, hundredths."""
+    burst_creep_centi: int = 1
+    """By the workload: the moves after it while the burst lasts, hundredths a tick."""
+    burst_most_centi: int = 40
+    """By the workload: both moves together, at most, hundredths."""
     hold_epochs: int = HOT_WINDOW_EPOCHS
     """By the workload: epochs for which alpha is held after its return, while users of the burst
     still count as hot and would have the controller follow a burst that is over."""
@@ -62,6 +73,18 @@ class RecoverySettings:
         require_choice("detector", self.detector, DETECTORS)
         require(
             1 <= self.burst_step_centi <= 100, "burst_step_centi", self.burst_step_centi, "1 to 100"
+        )
+        require(
+            0 <= self.burst_creep_centi <= 100,
+            "burst_creep_centi",
+            self.burst_creep_centi,
+            "0 to 100",
+        )
+        require(
+            self.burst_step_centi <= self.burst_most_centi <= 100,
+            "burst_most_centi",
+            self.burst_most_centi,
+            f"burst_step_centi ({self.burst_step_centi}) to 100",
         )
         require(self.hold_epochs >= 0, "hold_epochs", self.hold_epochs, "0 or more")
         require(
@@ -152,11 +175,13 @@ class WithRecovery:
 
     **Detector "workload"**. The burst watch looks at every tick. When it sees a burst, alpha moves
     towards KV by `burst_step_centi` at once, as soon as a tick has more than `hot_share` hot
-    requests, and stays there. When it sees the end, alpha goes back to where it was, at once, and is
-    held there, recovering, for `hold_epochs`. P99 does not tell the end: the move keeps it from
-    rising. After 6 epochs a burst is a level that has come to stay: the watch takes it as usual and
-    the wrapped controller goes on from the alpha in force. A new burst may begin while recovering; the
-    hysteresis is in the watch, whose charts start from 0. Without ticks it looks once an epoch.
+    requests, and by `burst_creep_centi` at every such tick after it, as the burst's users come back
+    and fill what it frees, up to `burst_most_centi`. When it sees the end, alpha goes back to where it
+    was, at once, and is held there, recovering, for `hold_epochs`. P99 does not tell the end: the moves
+    keep it from rising. After 6 epochs a burst is a level that has come to stay: the watch takes it as
+    usual and the wrapped controller goes on from the alpha in force. A new burst may begin while
+    recovering; the hysteresis is in the watch, whose charts start from 0. Without ticks it looks once
+    an epoch.
 
     Epochs of a burst are not learnt, those of the recovering are.
 
@@ -200,7 +225,7 @@ class WithRecovery:
         self._before_centi = (
             -1
         )  # alpha to go back to after a burst; -1: go on from the one in force
-        self._stepped = False
+        self._given = 0  # towards KV in this burst, hundredths
 
     def reset(self, seed: int) -> None:
         """Forget baseline and transitions, and reset the controller."""
@@ -278,14 +303,14 @@ class WithRecovery:
             return alpha_centi - settings.step_centi
         return alpha_centi
 
-    def _watch_tick(self, stats: EpochStats, alpha_centi: int) -> int:
-        """Show the watch a tick; the alpha (hundredths) that it is reason for."""
+    def _watch_tick(self, stats: EpochStats, alpha_centi: int, ticks: int = 1) -> int:
+        """Show the watch a tick, or several as one; the alpha (hundredths) that it is reason for."""
         if self.state is not State.BURST:
             if not self.watch.see(stats):
                 return alpha_centi
             if self.state is State.NORMAL or self._before_centi < 0:
                 self._before_centi = alpha_centi
-            self._stepped = False
+            self._given = 0
             self._go(State.BURST, stats)
             self.watch.clear()
         elif self.watch.see_end(stats):
@@ -293,15 +318,22 @@ class WithRecovery:
             self.watch.clear()
             self.watch.drop()
             return self._before_centi
-        if not self._stepped and stats.hot_share > self.settings.hot_share:
-            self._stepped = True
-            return alpha_centi - self.settings.burst_step_centi
+        if stats.hot_share > self.settings.hot_share:
+            return alpha_centi - self._towards_kv(ticks)
         return alpha_centi
+
+    def _towards_kv(self, ticks: int) -> int:
+        """The burst's next move, hundredths: a step at first, then a little each tick, up to a limit."""
+        settings = self.settings
+        move = ticks * settings.burst_creep_centi if self._given else settings.burst_step_centi
+        move = min(move, settings.burst_most_centi - self._given)
+        self._given += move
+        return move
 
     def _watch_workload(self, stats: EpochStats, alpha_centi: int) -> int:
         """What is due at the end of an epoch: time limits and the baseline."""
         if not self._ticks:
-            alpha_centi = self._watch_tick(stats, alpha_centi)
+            alpha_centi = self._watch_tick(stats, alpha_centi, TICKS_PER_EPOCH)
         self._ticks = 0
         if self.state is State.BURST:
             if self._in_state < self.settings.most_epochs:

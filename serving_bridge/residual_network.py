@@ -1,10 +1,15 @@
-"""The adapter's network (paper, Eq. 6): 5-16-1, bounded, zero until it has learnt. numpy only."""
+"""The adapter's network (paper, Eq. 6): 5-16-1, bounded, zero until it has learnt.
+
+Compiled, since a decision waits for it: one call of numba is cheaper than five of numpy, and learning
+runs without the interpreter's lock, so that decisions beside it go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,33 +54,78 @@ def frozen(weights: Weights) -> Weights:
     return weights
 
 
-def residual(weights: Weights, features: Floats, bound: float) -> Floats:
-    """Residual [n] of features [n, 5], within +-bound."""
-    hidden = np.tanh(features @ weights.hidden.T + weights.hidden_bias)
-    value: Floats = bound * np.tanh(hidden @ weights.output + weights.output_bias[0])
-    return value
-
-
 def copied(weights: Weights) -> Weights:
     """A copy that `ascend` may change."""
     return Weights(*(array.copy() for array in weights))
 
 
-def ascend(
-    weights: Weights, features: Floats, slope: Callable[[Floats], Floats], rate: float
-) -> None:
-    """One step of gradient ascent, in place, on the mean of what `slope` is the derivative of.
+@numba.njit(cache=True, nogil=True)
+def propose(hidden, hidden_bias, output, output_bias, features, bound, noise, most):  # type: ignore[no-untyped-def]
+    """Residual of one state with noise added, and without, both within +-bound; 0 for no sensible state.
+
+    Args:
+        hidden: [16, 5]; with the next three what `Weights` holds, in its order.
+        hidden_bias: [16].
+        output: [16].
+        output_bias: [1].
+        features: five numbers, a tuple or [5].
+        bound: of the residual.
+        noise: added to the first.
+        most: a state whose magnitudes do not sum below it is not sensible.
+    """
+    magnitude = 0.0
+    for j in range(INPUTS):
+        magnitude += abs(features[j])
+    if not magnitude < most:  # NaN is not below anything
+        return 0.0, 0.0
+    total = output_bias[0]
+    for i in range(HIDDEN):
+        value = hidden_bias[i]
+        for j in range(INPUTS):
+            value += hidden[i, j] * features[j]
+        total += output[i] * math.tanh(value)
+    mean = bound * math.tanh(total)
+    return min(max(mean + noise, -bound), bound), mean
+
+
+@numba.njit(cache=True, nogil=True)
+def forward(weights, features, hidden):  # type: ignore[no-untyped-def]
+    """Residuals over the bound, [n], of features [n, 5]; leaves the hidden layer in `hidden`, [n, 16]."""
+    out = np.empty(len(features))
+    for k in range(len(features)):
+        total = weights.output_bias[0]
+        for i in range(HIDDEN):
+            value = weights.hidden_bias[i]
+            for j in range(INPUTS):
+                value += weights.hidden[i, j] * features[k, j]
+            hidden[k, i] = math.tanh(value)
+            total += weights.output[i] * hidden[k, i]
+        out[k] = math.tanh(total)
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def ascend(weights, features, hidden, out, slopes, rate):  # type: ignore[no-untyped-def]
+    """One step of gradient ascent, in place, on the mean of what `slopes` are the derivatives of.
 
     Args:
         weights: changed.
         features: [n, 5].
-        slope: takes residuals over the bound, [n], and gives the derivatives by them, [n].
+        hidden: [n, 16], from `forward`.
+        out: [n], from `forward`.
+        slopes: derivatives by the residuals over the bound, [n].
         rate: of learning.
     """
-    hidden = np.tanh(features @ weights.hidden.T + weights.hidden_bias)
-    out = np.tanh(hidden @ weights.output + weights.output_bias)
-    at_output = slope(out) * (1.0 - out * out) * (rate / len(out))
-    at_hidden = at_output[:, None] * weights.output * (1.0 - hidden * hidden)
-    steps = at_hidden.T @ features, at_hidden.sum(axis=0), at_output @ hidden, at_output.sum()
-    for array, step in zip(weights, steps, strict=True):
-        array += step
+    at_output = slopes * (1.0 - out * out) * (rate / len(out))
+    at_hidden = np.empty((len(out), HIDDEN))
+    for k in range(len(out)):
+        for i in range(HIDDEN):
+            through = 1.0 - hidden[k, i] * hidden[k, i]
+            at_hidden[k, i] = at_output[k] * weights.output[i] * through
+    for k in range(len(out)):
+        weights.output_bias[0] += at_output[k]
+        for i in range(HIDDEN):
+            weights.output[i] += at_output[k] * hidden[k, i]
+            weights.hidden_bias[i] += at_hidden[k, i]
+            for j in range(INPUTS):
+                weights.hidden[i, j] += at_hidden[k, i] * features[k, j]

@@ -202,14 +202,27 @@ class _Path:
 
 
 def reachable(
-    backend: SurrogateBackend, config: MdpConfig, episode: Episode, jobs: int = 2
+    backend: SurrogateBackend,
+    config: MdpConfig,
+    episode: Episode,
+    jobs: int = 2,
+    reach_centi: int = max(ACTIONS_CENTI),
+    ways: int = WAYS,
 ) -> tuple[NDArray[np.int64], Floats]:
     """The best alphas [epochs] (hundredths) under the step limit, and their P99 [epochs].
 
     Dynamic programming over alpha on a grid of 0.02 that starts anywhere, caches warm: for every
     epoch and alpha the cheapest way to get there is kept, with the node's state. It sees the
     requests to come, so it is a bound, not a controller.
+
+    Args:
+        jobs: threads.
+        reach_centi: the largest step of an epoch, hundredths, an even number.
+        ways: to each alpha that are tried, those that were cheapest until then.
     """
+    require(reach_centi >= 2 and reach_centi % 2 == 0, "reach_centi", reach_centi, "even, from 2")
+    require(ways >= 1, "ways", ways, "1 or more")
+    steps = range(-reach_centi, reach_centi + 1, 2)
     grid = range(config.alpha_min_centi, config.alpha_max_centi + 1, 2)
 
     def begin(part: Sequence[int]) -> list[_Path]:
@@ -229,12 +242,12 @@ def reachable(
     with ThreadPoolExecutor(jobs) as pool:
         for requests in episode.epochs[1:]:
 
-            def extend(worker: int, ways: dict[int, _Path], requests: Requests) -> list[_Path]:
+            def extend(worker: int, paths: dict[int, _Path], requests: Requests) -> list[_Path]:
                 node, found = nodes[worker], []
                 for alpha in list(grid)[worker::jobs]:
                     best: _Path | None = None
-                    before = [ways[alpha - s] for s in ACTIONS_CENTI if alpha - s in ways]
-                    for way in sorted(before, key=lambda w: w.cost)[:WAYS]:
+                    before = [paths[alpha - s] for s in steps if alpha - s in paths]
+                    for way in sorted(before, key=lambda w: w.cost)[:ways]:
                         node.restore(way.state)
                         p99 = node.serve(requests, alpha, episode.epoch_seconds).p99_ms
                         if best is None or way.cost + p99 < best.cost:

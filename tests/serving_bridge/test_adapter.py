@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hlem_env.errors import ArgumentError
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
-from serving_bridge.residual_network import ascend, copied, initial_weights, residual
+from serving_bridge.residual_network import ascend, copied, forward, initial_weights, propose
 
 FAST = AdapterSettings(explore=0.01, learning_rate=0.05)
 
@@ -123,13 +123,22 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     weights.output[:] = rng.normal(size=16)
     features, slopes, rate = rng.random((7, 5)), rng.normal(size=7), 1e-6
     moved = copied(weights)
-    ascend(moved, features, lambda out: slopes, rate)
+    hidden = np.empty((7, 16))
+    ascend(moved, features, hidden, forward(weights, features, hidden), slopes, rate)
     for k, array in enumerate(weights):
         place = tuple(rng.integers(0, n) for n in array.shape)
         high, low = copied(weights), copied(weights)
         high[k][place] += 1e-5
         low[k][place] -= 1e-5
-        worth = [float(np.mean(slopes * residual(w, features, 1.0))) for w in (high, low)]
+        worth = [
+            np.mean(
+                [
+                    s * propose(*w, x, 1.0, 0.0, 1e6)[1]
+                    for s, x in zip(slopes, features, strict=True)
+                ]
+            )
+            for w in (high, low)
+        ]
         step = (moved[k][place] - array[place]) / rate
         assert step == pytest.approx((worth[0] - worth[1]) / 2e-5, rel=1e-3, abs=1e-7)
 
@@ -160,7 +169,7 @@ def test_a_slow_thread_costs_samples_not_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(adapter.learner, "take", held)
     for i in range(200):
         adapter.learn(Sample((0.0,) * 5, 0.0, 0.0, float(i), 0.0))
-    assert adapter._samples.qsize() <= adapter.WAITING
+    assert len(adapter._samples) <= adapter.WAITING
     gate.set()
     adapter.close()
     assert adapter.dropped + adapter.learner.seen == 200

@@ -31,6 +31,9 @@ class Steady(OnlineAdapter):
 
     value = 0.004
 
+    def __init__(self) -> None:
+        super().__init__(AdapterSettings(pull=0.0))
+
     def propose(self, features: np.ndarray) -> tuple[float, float]:
         self.features = features
         return self.value, self.value
@@ -52,7 +55,7 @@ def test_with_no_layer_it_is_the_frozen_policy() -> None:
 
 
 def test_the_untrained_adapter_without_noise_changes_nothing() -> None:
-    still = smart.build(AdapterSettings(explore=0.0))
+    still = smart.build(AdapterSettings(explore=0.0, pull=0.0))
     assert alphas(still) == alphas(PpoOnly(POLICY))
 
 
@@ -62,6 +65,25 @@ def test_seeds_reproduce_the_whole_allocator() -> None:
     assert alphas(other) == first
     assert alphas(one) == first  # reset forgets what was learnt
     assert [entry.alpha_centi for entry in one.log] == [entry.alpha_centi for entry in other.log]
+
+
+def test_the_pull_moves_where_alpha_rests_and_keeps_to_its_bound() -> None:
+    steady = Scenario.parse("steady", episode_epochs=80)
+    rests = []
+    for offset in (-0.1, 0.0, 0.1):
+        settings = AdapterSettings(explore=0.0, steps=0, knee_offset=offset)
+        runner = Runner(steady.build(), mdp_config(steady))
+        run = list(run_controller(runner, smart.build(settings), 80, SEED))
+        rests.append(np.mean([s.alpha_target + s.working_set - 1 for s, _ in run[40:]]))
+        moves = [abs(decision.parts["adapter"]) for _, decision in run if decision.parts]
+        assert 0 < max(moves) <= 2.0
+    # The policy pulls the other way: the bound leaves it the last word far from where it would be.
+    assert rests[0] < rests[1] - 0.005 and rests[1] < rests[2] - 0.005
+    assert abs(rests[1]) < 0.01
+
+
+def test_a_working_set_that_is_no_number_pulls_nowhere() -> None:
+    assert OnlineAdapter().towards_knee(0.5, float("nan")) == 0.0
 
 
 def test_fractions_of_the_grid_are_carried() -> None:

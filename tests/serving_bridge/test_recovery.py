@@ -165,7 +165,9 @@ def test_bursts_of_the_surrogate_are_seen() -> None:
 
 
 def watching(**settings: float) -> WithRecovery:
-    return WithRecovery(Counting(), RecoverySettings(detector="workload", **settings))  # type: ignore[arg-type]
+    """One step in a burst and no more, unless the settings say so."""
+    values = {"burst_creep_centi": 0, **settings}
+    return WithRecovery(Counting(), RecoverySettings(detector="workload", **values))  # type: ignore[arg-type]
 
 
 def run_ticks(agent: WithRecovery, shares: list[float], alpha: int = 60) -> tuple[list[int], int]:
@@ -281,3 +283,25 @@ def test_the_workload_sees_bursts_of_the_surrogate_within_an_epoch() -> None:
     seen = [t.epoch + t.tick / 10 for t in agent.transitions if t.after is BURST]
     assert len(begins) >= 2 and len(seen) == len(begins)
     assert all(0 < at - begin <= 1 for at, begin in zip(seen, begins, strict=True))
+
+
+def test_creeps_on_while_the_burst_lasts_up_to_a_limit() -> None:
+    agent = watching(burst_creep_centi=2, burst_most_centi=31)
+    quiet(agent)
+    alphas, after = run_ticks(agent, [0.15] * 2 + [0.5] * 8)
+    assert alphas == [60, 60, 40, 38, 36, 34, 32, 30, 29, 29] and after == 29
+    # There it stays; at the end it goes back all the way.
+    assert run_ticks(agent, [0.5] * 10, alpha=29)[1] == 29
+    assert run_ticks(agent, [0.15] * 10, alpha=29)[1] == 60
+
+
+def test_without_ticks_it_creeps_by_the_epoch() -> None:
+    agent = watching(burst_creep_centi=1, burst_most_centi=40)
+
+    def decide(share: float, alpha: int) -> int:
+        hot = np.arange(1000) < round(1000 * share)
+        stats = make_stats([20.0] * 1000, is_hot=hot, alpha_target=alpha / 100)
+        return agent.decide(np.zeros(8, np.float32), stats).alpha_centi
+
+    assert [decide(0.15, 60) for _ in range(5)] == [77] * 5
+    assert [decide(0.5, 60), decide(0.5, 40), decide(0.5, 30), decide(0.5, 20)] == [40, 30, 20, 20]
