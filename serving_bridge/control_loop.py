@@ -27,6 +27,7 @@ from hlem_env.workload.requests import Requests
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter
 from serving_bridge.adapter_saver import AdapterSaver
 from serving_bridge.allocator import SmartAllocator
+from serving_bridge.control_rehearsal import rehearse
 from serving_bridge.epoch_record import describe
 from serving_bridge.guards import Dwell, GuardSettings
 from serving_bridge.policy import FrozenPolicy
@@ -152,6 +153,7 @@ class ControlLoop:
         self.config = MdpConfig(**values)
         self._clock, self._wall, self._log = clock, wall, log
         self._saver = None if state is None or settings.adapter is None else AdapterSaver(state)
+        rehearse(policy, self.config, settings.adapter, settings.recovery)
         self.allocator = SmartAllocator(policy, None, settings.recovery, self.config)
         self.allocator.swap(policy, self._new_adapter(policy))
         self.initial_alpha_centi = self.config.clip(
