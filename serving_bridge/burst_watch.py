@@ -11,7 +11,9 @@ epochs teach:
 Either above h = ln(2 x ticks between false alarms) is a burst: a chart of likelihood ratios under
 its own model is above h once in e^h ticks at most (Lorden 1971), whatever the number of requests. That
 number sets how far one tick moves the chart instead: twice the requests, twice the step. Requests of
-one user come in clusters, so both charts divide by the dispersion that they have measured.
+one user come in clusters, so both charts divide by the dispersion that they have measured. Where requests
+are few, one of them or one user more says much about a chart's model and little about the service: no
+tick moves a chart by more than a third of h, and the baseline goes back over 300 requests at least.
 
 P99 is not looked at: it varies by a fifth between epochs of a steady service, hot share by what n
 draws vary.
@@ -31,6 +33,8 @@ _SHARE_BOUNDS = (0.005, 0.95)
 """Of a baseline share: with none of n hot so far, one hot request would be infinitely unlikely."""
 _LEAST_SPREAD = 1e-3
 """Least s, pools: on a working set that never moved every byte would be a burst."""
+_LEAST_TICKS = 3.0
+"""That it takes for an alarm, whatever each of them says."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class WatchSettings:
     """A burst is over when its end is so much likelier than its going on."""
     baseline_epochs: float = 3.0
     """Quiet epochs that the baseline averages over (exponentially)."""
+    least_requests: int = 300
+    """That the hot share's baseline averages over, in however many epochs."""
 
     def __post_init__(self) -> None:
         require(0 < self.least_jump < 1, "least_jump", self.least_jump, "above 0, below 1")
@@ -61,6 +67,7 @@ class WatchSettings:
         )
         require(self.end_odds > 1, "end_odds", self.end_odds, "above 1")
         require(self.baseline_epochs >= 1, "baseline_epochs", self.baseline_epochs, "1 or more")
+        require(self.least_requests >= 1, "least_requests", self.least_requests, "1 or more")
 
 
 class _Tick(NamedTuple):
@@ -97,6 +104,7 @@ class BurstWatch:
         ticks = 2 * TICKS_PER_EPOCH * self.settings.false_alarm_epochs
         self.threshold = math.log(ticks)
         """h, for either chart."""
+        self._most = self.threshold / _LEAST_TICKS
         self._end_threshold = math.log(self.settings.end_odds)
         self.reset()
 
@@ -104,6 +112,7 @@ class BurstWatch:
         """Forget everything."""
         self.share = -1.0
         """Baseline of the hot share; negative before anything is learnt."""
+        self._counted = self._counted_hot = 0.0  # requests behind it, older ones for less
         self.dispersion = 1.0
         """Variance of the hot requests of a tick over the binomial one, 1 or more."""
         self.growth_mean, self.growth_variance = 0.0, (3 * _LEAST_SPREAD) ** 2
@@ -116,8 +125,9 @@ class BurstWatch:
         tick = self._take(stats)
         if self.share < 0.0:
             return False
-        self.share_chart = max(self.share_chart + self._share_evidence(tick), 0.0)
-        self.growth_chart = max(self.growth_chart + self._growth_evidence(tick), 0.0)
+        share, growth = self._share_evidence(tick), self._growth_evidence(tick)
+        self.share_chart = max(self.share_chart + share, 0.0)
+        self.growth_chart = max(self.growth_chart + min(growth, self._most), 0.0)
         return max(self.share_chart, self.growth_chart) > self.threshold
 
     def see_end(self, stats: EpochStats) -> bool:
@@ -139,17 +149,24 @@ class BurstWatch:
         sums, self._sums = self._sums, _Sums()
         if not sums.ticks:
             return
-        share = sums.hot / sums.requests
-        if self.share < 0.0:
-            self.share = _bounded(share)
-            return
         weight = min(sums.ticks / TICKS_PER_EPOCH / self.settings.baseline_epochs, 1.0)
         slow = weight / 4.0  # a variance needs more ticks than a mean
-        square = sums.square / sums.ticks
-        self.dispersion = max(self.dispersion + slow * (square - self.dispersion), 1.0)
-        self.share = _bounded(self.share + weight * (share - self.share))
+        if self.share >= 0.0:
+            square = sums.square / sums.ticks
+            self.dispersion = max(self.dispersion + slow * (square - self.dispersion), 1.0)
+        self._learn_share(sums, weight)
         self.growth_mean += weight * (sums.growth / sums.ticks - self.growth_mean)
         self.growth_variance += slow * (sums.spread / sums.ticks - self.growth_variance)
+
+    def _learn_share(self, sums: _Sums, weight: float) -> None:
+        """Requests of late for the more, older ones only as long as they are needed to be enough."""
+        kept = 1.0 - weight
+        if self._counted > 0.0:
+            kept = max(kept, min(self.settings.least_requests / self._counted, 1.0))
+        self._counted = kept * self._counted + sums.requests
+        self._counted_hot = kept * self._counted_hot + sums.hot
+        # With one hot and one cold more: of few, none hot does not mean that none ever is.
+        self.share = _bounded((self._counted_hot + 1.0) / (self._counted + 2.0))
 
     def drop(self) -> None:
         """Forget the ticks since the last `learn`: they were not quiet."""
@@ -157,7 +174,7 @@ class BurstWatch:
 
     def relearn(self) -> None:
         """Take the ticks since the last `learn` as the new level: the burst has come to stay."""
-        self.share = -1.0
+        self.share, self._counted, self._counted_hot = -1.0, 0.0, 0.0
         self.learn()
 
     def _take(self, stats: EpochStats) -> _Tick:

@@ -44,6 +44,28 @@ def test_steady_workloads_hardly_ever_alarm(requests: int, share: float) -> None
     assert alarms(BurstWatch(), share, requests, 720, seed=1) <= 3
 
 
+@pytest.mark.parametrize("requests", [0.6, 2.0, 5.0])
+@pytest.mark.parametrize("share", [0.06, 0.2])
+def test_a_node_with_few_requests_and_few_users_hardly_ever_alarms(
+    requests: float, share: float
+) -> None:
+    """A tick has a request or none, and one user more is a thirtieth of the pool."""
+    rng, watch, users, found, epochs = np.random.default_rng(5), BurstWatch(), 2, 0, 720
+    for _ in range(epochs):
+        for _ in range(10):
+            count = int(rng.poisson(requests))
+            hot = int(rng.binomial(count, share))
+            users += int(hot > 0 and rng.random() < 0.25)
+            users -= int(users > 0 and rng.random() < 0.02 * users)
+            if watch.see(tick(hot, count, 0.035 * users)):
+                found += 1
+                watch.clear()
+        watch.learn()
+    assert found <= 3
+    jump = next(i for i in range(300) if watch.see(tick(int(rng.binomial(5, 0.6)), 5)))
+    assert jump <= 30 * (1 if share < 0.1 else 3)
+
+
 def test_the_threshold_is_needed() -> None:
     assert alarms(BurstWatch(WatchSettings(false_alarm_epochs=1)), 0.2, 110, 240, seed=1) > 10
 
