@@ -9,6 +9,7 @@ and what failed as it goes. Ctrl-C ends it early, with the summary.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import signal
 from collections.abc import Callable
@@ -206,8 +207,11 @@ class Generator:
     ) -> None:
         """Send what arrives, chunk by chunk; a chunk begins when its time has come, never earlier."""
         loop = asyncio.get_running_loop()
-        start_s, passed_s = loop.time(), 0.0
-        while passed_s < seconds and not stop.is_set():
+        start_s = loop.time()
+        for chunk in range(math.ceil(seconds / CHUNK_S)):
+            if stop.is_set():
+                break
+            passed_s = chunk * CHUNK_S
             self.passed_s = passed_s if measured else 0.0
             burst = measured and self._burst.runs(passed_s)
             speed = self._speed * (self._burst.load if burst else 1.0)
@@ -227,8 +231,7 @@ class Generator:
                 task.add_done_callback(self._ended)
             if self._fault is not None:
                 raise self._fault
-            passed_s += CHUNK_S
-            await asyncio.sleep(max(start_s + passed_s - loop.time(), 0.0))
+            await asyncio.sleep(max(start_s + passed_s + CHUNK_S - loop.time(), 0.0))
 
     async def _send(
         self, client: Client, at_s: float, number: int, user: User, visit: Visit, measured: bool
@@ -286,8 +289,7 @@ class Generator:
             f"  P50 {lately.percentile_ms(0.5):7.1f} ms  P99 {lately.percentile_ms(0.99):7.1f} ms"
             f"  {outcomes}, whole history asked for {lately.asked_again}  {node}{burst}"
         )
-        details = "".join(f"\n          {n} x {text}" for text, n in lately.details.most_common(3))
-        return line + details
+        return line + _details(lately)
 
 
 def entries_in_pool(config: LiveConfig) -> int:
@@ -305,7 +307,13 @@ def summary(total: Totals) -> str:
         f"All: sent {total.sent}; {outcomes}; P50 {total.percentile_ms(0.5):.1f} ms, P99"
         f" {total.percentile_ms(0.99):.1f} ms; whole history asked for {total.asked_again} times;"
         f" history of another length {total.wrong_length} times"
+        f"{_details(total)}"
     )
+
+
+def _details(total: Totals) -> str:
+    """The commonest failures, a line each."""
+    return "".join(f"\n          {n} x {text}" for text, n in total.details.most_common(3))
 
 
 async def until_signal(generator: Generator) -> Totals:
