@@ -213,7 +213,8 @@ def reachable(
 
     Dynamic programming over alpha on a grid of 0.02 that starts anywhere, caches warm: for every
     epoch and alpha the cheapest way to get there is kept, with the node's state. It sees the
-    requests to come, so it is a bound, not a controller.
+    requests to come, so it is a bound, not a controller. With steps beyond the actions' largest the
+    cheapest ways come from the same few alphas, to every alpha; the way that stays is then tried too.
 
     Args:
         jobs: threads.
@@ -247,7 +248,11 @@ def reachable(
                 for alpha in list(grid)[worker::jobs]:
                     best: _Path | None = None
                     before = [paths[alpha - s] for s in steps if alpha - s in paths]
-                    for way in sorted(before, key=lambda w: w.cost)[:ways]:
+                    before = sorted(before, key=lambda w: w.cost)
+                    tried, rest = before[:ways], before[ways:]
+                    if reach_centi > max(ACTIONS_CENTI):
+                        tried += [way for way in rest if way.alphas_centi[-1] == alpha]
+                    for way in tried:
                         node.restore(way.state)
                         p99 = node.serve(requests, alpha, episode.epoch_seconds).p99_ms
                         if best is None or way.cost + p99 < best.cost:
