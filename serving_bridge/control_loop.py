@@ -29,7 +29,7 @@ from serving_bridge.adapter_saver import AdapterSaver
 from serving_bridge.allocator import SmartAllocator
 from serving_bridge.control_rehearsal import rehearse
 from serving_bridge.epoch_record import describe
-from serving_bridge.guards import Dwell, GuardSettings
+from serving_bridge.guards import Dwell, Gathered, GuardSettings
 from serving_bridge.policy import FrozenPolicy
 from serving_bridge.recovery import RecoverySettings
 from serving_bridge.rollback_guard import Rollback, RollbackGuard
@@ -167,6 +167,7 @@ class ControlLoop:
         self._tick_guard = TelemetryGuard(guards.telemetry)
         self._rollback = RollbackGuard(guards.rollback, self.config.slo_ms)
         self._dwell = Dwell(guards.dwell_epochs)
+        self._gathered = Gathered(guards.least_requests)
         self._after_rollback = self._cool_down = self._blind = 0
         self._epoch = self._ticks = 0
         self._notes: list[str] = []
@@ -234,8 +235,9 @@ class ControlLoop:
             if self._blind >= HOT_WINDOW_EPOCHS:
                 self.allocator.restart()  # what it remembers is of another time
             self._blind = 0
-            observation = mdp.observe(stats, self.config)
-            verdict = self._decide_epoch(mode, hold, stats, observation)
+            gathered = self._gathered.add(stats)
+            observation = mdp.observe(gathered, self.config)
+            verdict = self._decide_epoch(mode, hold, stats, gathered, observation)
         if verdict.next_centi != verdict.wanted_centi:
             self.allocator.overruled()
         self._apply(verdict.next_centi)
@@ -410,12 +412,14 @@ class ControlLoop:
             logger.warning("alpha is held: %s", fault)
         self._blind += 1
         self._rollback.clear()
+        self._gathered.clear()
         alpha = self._alpha_centi if hold is None else hold
         return _Verdict(alpha, alpha, "no decision", fault, {})
 
     def _decide_epoch(
-        self, mode: str, hold: int | None, stats: EpochStats, observation: NDArray[np.float32]
-    ) -> _Verdict:
+        self, mode: str, hold: int | None, stats: EpochStats, gathered: EpochStats,
+        observation: NDArray[np.float32],
+    ) -> _Verdict:  # fmt: skip
         alpha = self._alpha_centi if hold is None else hold
         if mode == "frozen":
             return _Verdict(alpha, alpha, "frozen", "frozen" if hold is None else "held", {})
@@ -423,7 +427,7 @@ class ControlLoop:
         self.allocator.policy.adapter_frozen = self._cool_down > 0
         self._cool_down = max(self._cool_down - 1, 0)
         try:
-            decision = self.allocator.decide(observation, stats)
+            decision = self.allocator.decide(observation, gathered)
         except Exception:
             logger.exception("no decision at an epoch's end")
             return _Verdict(alpha, alpha, "no decision", "the decision failed", {})
@@ -460,7 +464,7 @@ class ControlLoop:
             return "", wanted
         if self._after_rollback:
             return f"after a rollback, {self._after_rollback} epochs more", alpha
-        wait = self._dwell.wait()
+        wait = self._gathered.wait() or self._dwell.wait()
         return wait, alpha if wait else wanted
 
     @property
@@ -473,6 +477,7 @@ class ControlLoop:
         if alpha_centi != self._alpha_centi:
             self._alpha_centi = alpha_centi
             self._dwell.changed()
+            self._gathered.clear()
 
     def _note(self, what: str) -> None:
         if len(self._notes) < TICKS_PER_EPOCH:

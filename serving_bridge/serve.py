@@ -51,8 +51,9 @@ class Args:
     """of REST; 0 for any that is free"""
     grpc_port: Annotated[int | None, tyro.conf.arg(metavar="INT")] = 8081
     """of gRPC; 0 for any that is free, None for none"""
-    mode: str = "active"
-    """active, shadow (decide, do not apply) or frozen (hold alpha)"""
+    mode: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
+    """active, shadow (decide, do not apply) or frozen (hold alpha); by default as the run before on the same
+    data ended, active at first"""
     admin_token_file: Path | None = None
     """file with the token of the admin API, which is off without one; $HLEM_ADMIN_TOKEN is the other way"""
     queue: int = 256
@@ -65,7 +66,8 @@ class Args:
     """for requests in flight, once the node is told to stop"""
 
     def __post_init__(self) -> None:
-        require_choice("mode", self.mode, MODES)
+        if self.mode is not None:
+            require_choice("mode", self.mode, MODES)
         for name, most in (("queue", 65_536), ("candidates", 100_000), ("body_mib", 1024)):
             value = getattr(self, name)
             require(1 <= value <= most, name, value, f"1 to {most}")
@@ -112,12 +114,12 @@ def build_node(args: Args, stack: ExitStack) -> tuple[Engine, ControlLoop]:
     stack.callback(log.close)
     store = HistoryStore(args.data / "histories")
     stack.callback(store.close)
-    settings = ControlSettings(mode=args.mode)
-    # Where the run before left it, so that a restart is no jump.
-    alpha_centi = None if log.last_record is None else log.last_record["next_alpha_centi"]
+    # As the run before left them: a restart is no jump, and does not undo what an operator ordered.
+    last = log.last_record or {"mode": "active", "next_alpha_centi": None}
+    settings = ControlSettings(mode=args.mode or last["mode"])
     control = ControlLoop(
         policy, mdp_config, settings, state=args.data / "adapter", log=log,
-        initial_alpha_centi=alpha_centi,
+        initial_alpha_centi=last["next_alpha_centi"],
     )  # fmt: skip
     stack.callback(control.close)
     limits = Limits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -35,6 +36,8 @@ GAUGES: Final = {
     "hlem_alpha_resident_ratio": ("Embedding cache's share of the pool, as it is.", "alpha_resident"),
 }  # fmt: skip
 """Metric: what it says, and the field of EpochRecord behind it."""
+UNMEASURED: Final = {"epoch", "end_unix_s", "slo_ms", "next_alpha_centi"}
+"""Fields that an epoch without sound telemetry has, too; the other gauges are NaN then."""
 COUNTERS: Final = {
     "hlem_refill_bytes": ("Bytes copied to warm new embedding pages.", "refill_bytes"),
     "hlem_prefetch_bytes": ("Bytes copied for requests that waited.", "prefetch_bytes"),
@@ -115,11 +118,12 @@ class Metrics:
             self._held.inc()
 
     def _show(self, record: EpochRecord) -> None:
+        sound = record.duration_s > 0.0
         for field, gauge in self._gauges.items():
-            value = float(getattr(record, field))
+            value = float(getattr(record, field)) if sound or field in UNMEASURED else math.nan
             gauge.set(value / _per_unit(field))
         for owner in PAGES:
-            self._pages.labels(owner).set(getattr(record, f"{owner}_pages"))
+            self._pages.labels(owner).set(getattr(record, f"{owner}_pages") if sound else math.nan)
         for mode in MODES:
             self._mode.labels(mode).set(record.mode == mode)
         for state in STATES:

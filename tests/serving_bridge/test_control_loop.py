@@ -337,6 +337,27 @@ def test_changes_keep_their_distance_and_a_burst_s_move_does_not() -> None:
     assert any("tick" in r.reason and "burst" in r.reason for r in records)
 
 
+@pytest.mark.parametrize(("requests", "moves"), [(0, 0), (12, 3), (60, 15)])
+def test_a_change_rests_on_enough_requests_and_an_idle_node_keeps_its_alpha(
+    requests: int, moves: int
+) -> None:
+    loop = loop_of(guards=replace(UNGUARDED, least_requests=50), recovery=None)
+    alpha = loop.initial_alpha_centi
+    for epoch in range(15):
+        # A node whose hot users hardly need the pool: the policy wants more for the embedding cache.
+        stats = stats_of(epoch, requests, alpha_target=alpha / 100, working_set_bytes=1e9)
+        if requests == 0:
+            stats = replace(stats, history_tokens=0, reused_tokens=0, backlog=0, backlog_age_s=0.0)
+        alpha = loop.epoch(stats, served_of(stats))
+    records = loop.recent()
+    assert sum(r.next_alpha_centi != r.alpha_centi for r in records[:9]) <= moves
+    assert (alpha != 50) == (requests > 0)
+    waits = [r.held for r in records if r.held.startswith("waits for requests")]
+    assert bool(waits) == (requests < 50)
+    if requests == 12:
+        assert waits[0] == "waits for requests: 12 of 50"
+
+
 def test_a_clock_jump_changes_only_what_people_read() -> None:
     def run(jump: float) -> list[Any]:
         times = iter(range(10**6))

@@ -125,9 +125,10 @@ def test_scores_faults_and_restart(
         assert node.ask("/admin/policy", {"folder": str(POLICY)}) == {"swapped": True}
         with pytest.raises(SystemExit, match=r"in use|another process"):
             run_here(monkeypatch, "--policy", str(POLICY), "--data", str(tmp_path / "data"))
+        assert node.ask("/admin/mode", {"mode": "frozen"}) == {"mode": "frozen"}
         before = logged(tmp_path, len(logged(tmp_path, 0)) + 2)  # one of them wholly held
         node.popen.kill()
-    with served(tmp_path, "--mode", "frozen") as node:
+    with served(tmp_path) as node:
         http, grpc = node.clients()
         assert node.ask("/admin/mode") == {"mode": "frozen"}
         again = score(http, "ann", {"NEW_ITEMS": items(0), "CANDIDATES": candidates})

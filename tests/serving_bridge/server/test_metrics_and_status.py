@@ -3,6 +3,7 @@
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -66,6 +67,22 @@ def test_an_epoch_shows() -> None:
         key = (name,) if isinstance(name, str) else name
         assert shown[key] == pytest.approx(value), name
     assert shown[("hlem_decision_seconds_sum",)] == pytest.approx(64e-6)
+
+
+def test_an_epoch_without_sound_telemetry_shows_no_measurement() -> None:
+    status = FakeStatus()
+    metrics = Metrics(status)
+    status.records += [
+        record(0),
+        record(1, duration_s=0.0, p99_ms=0.0, held="telemetry is missing"),
+    ]
+    shown = samples(metrics.render())
+    for name in ("epoch_p99_seconds", "alpha_resident_ratio", "kv_hit_ratio"):
+        assert np.isnan(shown[(f"hlem_{name}",)])
+    assert np.isnan(shown[("hlem_pool_pages", "kv")])
+    assert shown[("hlem_epoch",)] == 1 and shown[("hlem_alpha_target_ratio",)] == pytest.approx(
+        0.52
+    )
 
 
 def test_an_epoch_counts_once() -> None:
