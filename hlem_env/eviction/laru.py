@@ -50,6 +50,7 @@ STATE = np.dtype(
         ("k", "i8"),  # distinct items of a phase
         ("residents", "i8"),
         ("head", "i8"),  # next place of the tape
+        ("indexed", "i8"),  # first place that the tape's tree does not know
         ("phase", "i8"),  # its number, from 1
         ("distinct", "i8"),  # items of this phase
         ("confidence", "f8"),  # lambda
@@ -64,6 +65,8 @@ Items = Any
 State = Any
 
 _compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
+_inlined = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+"""See `hlem_env.eviction.recency_tape`."""
 
 
 def new_items(n: int) -> NDArray[np.void]:
@@ -97,7 +100,7 @@ def resize(state: State, capacity: int) -> None:
     begin_phase(state)
 
 
-@_compiled
+@_inlined
 def arrive(items: Items, state: State, key: int) -> None:
     """Count an access, before it is known to hit or miss."""
     item = items[key]
@@ -119,10 +122,10 @@ def compact(items: Items, tape: Tape, nodes: Nodes, levels: Levels, state: State
             items[key].place = kept
             kept += 1
     tapes.rebuild(tape, nodes, levels, kept)
-    state.head = kept
+    state.head = state.indexed = kept
 
 
-@_compiled
+@_inlined
 def put(items: Items, tape: Tape, nodes: Nodes, levels: Levels, state: State, key: int) -> None:
     """Make an item the most recent one in the cache, which it may be new to.
 
@@ -130,18 +133,13 @@ def put(items: Items, tape: Tape, nodes: Nodes, levels: Levels, state: State, ke
     """
     if state.head == tape.size:
         compact(items, tape, nodes, levels, state)
-    item, place = items[key], state.head
-    state.head += 1
-    tape[place].key = key
+    item = items[key]
     if item.place >= 0:
+        tapes.withdraw(tape, nodes, levels, state, item.place)
         tape[item.place].key = -1
-        if item.pins == 0:
-            tapes.move(tape, nodes, levels, item.place, place, item.next)
     else:
         state.residents += 1
-        if item.pins == 0:
-            tapes.add(tape, nodes, levels, place, item.next)
-    item.place = place
+    item.place = tapes.append(tape, state, key, item.next if item.pins == 0 else np.nan)
 
 
 @_compiled
@@ -149,7 +147,7 @@ def take(items: Items, tape: Tape, nodes: Nodes, levels: Levels, state: State, k
     """Take an item out of the cache, if it is there."""
     place = items[key].place
     if place >= 0:
-        tapes.withdraw(tape, nodes, levels, place)
+        tapes.withdraw(tape, nodes, levels, state, place)
         tape[place].key = -1
         items[key].place = -1
         state.residents -= 1
@@ -180,7 +178,7 @@ def choose(tape: Tape, nodes: Nodes, levels: Levels, state: State, now: float) -
     n = state.rule
     if n == LARU:
         n = max(int(np.ceil(state.confidence * state.k)), 1)
-    return tapes.farthest(tape, nodes, levels, n, now)
+    return tapes.farthest(tape, nodes, levels, state, n, now)
 
 
 @_compiled

@@ -134,7 +134,7 @@ class Learned:
         """See `EvictionPolicy.pin`."""
         if keys.size:
             self._reserve(int(keys.max()) + 1)
-            _pin(self._items, *self._tape, keys)
+            _pin(self._items, *self._tape, self._state, keys)
 
     def unpin(self, keys: Keys) -> None:
         """See `EvictionPolicy.unpin`."""
@@ -142,7 +142,7 @@ class Learned:
             return
         if int(keys.max()) >= self._items.size or (self._items["pins"][keys] == 0).any():
             raise BackendError(f"one of the keys {keys.tolist()} is unpinned but was not pinned")
-        _unpin(self._items, *self._tape, keys)
+        _unpin(self._items, *self._tape, self._state, keys)
 
     def on_resize(self, capacity: int) -> None:
         """See `EvictionPolicy.on_resize`. Another capacity begins a phase."""
@@ -171,6 +171,7 @@ class Learned:
         self.predictor.close()
 
     def _evictable(self) -> int:
+        recency_tape.index(*self._tape, self._state[0])
         return int(self._tape[1]["count"][-1])  # of the root
 
     def _predict_again(self, now: float) -> None:
@@ -179,7 +180,8 @@ class Learned:
         keys = keys[: _overdue(*self._tape, self._state, now, keys)]
         if keys.size:
             gaps = self.predictor.again(keys, now)
-            _revalue(self._items, *self._tape, keys, now + np.where(np.isnan(gaps), np.inf, gaps))
+            gaps = np.where(np.isnan(gaps), np.inf, gaps)
+            _revalue(self._items, *self._tape, self._state, keys, now + gaps)
 
     def _reserve(self, keys: int) -> None:
         """Make room for keys 0 to `keys` - 1."""
@@ -252,36 +254,37 @@ def _pick(
         if by_prediction:
             place = laru.choose(tape, nodes, levels, states[0], now)
         else:
-            place = recency_tape.oldest(tape, nodes, levels)
+            place = recency_tape.oldest(tape, nodes, levels, states[0])
         out[i] = tape[place].key
-        recency_tape.withdraw(tape, nodes, levels, place)
+        recency_tape.withdraw(tape, nodes, levels, states[0], place)
     for i in range(out.size):
         item = items[out[i]]
-        recency_tape.add(tape, nodes, levels, item.place, item.next)
+        recency_tape.add(tape, nodes, levels, states[0], item.place, item.next)
 
 
 @_compiled
-def _pin(items: Any, tape: Any, nodes: Any, levels: Any, keys: Any) -> None:
+def _pin(items: Any, tape: Any, nodes: Any, levels: Any, states: Any, keys: Any) -> None:
     for i in range(keys.size):
         item = items[keys[i]]
         if item.pins == 0 and item.place >= 0:
-            recency_tape.withdraw(tape, nodes, levels, item.place)
+            recency_tape.withdraw(tape, nodes, levels, states[0], item.place)
         item.pins += 1
 
 
 @_compiled
-def _unpin(items: Any, tape: Any, nodes: Any, levels: Any, keys: Any) -> None:
+def _unpin(items: Any, tape: Any, nodes: Any, levels: Any, states: Any, keys: Any) -> None:
     for i in range(keys.size):
         item = items[keys[i]]
         item.pins -= 1
         if item.pins == 0 and item.place >= 0:
-            recency_tape.add(tape, nodes, levels, item.place, item.next)
+            recency_tape.add(tape, nodes, levels, states[0], item.place, item.next)
 
 
 @_compiled
 def _overdue(tape: Any, nodes: Any, levels: Any, states: Any, now: float, out: Any) -> int:
     """Of the first `out.size` candidates in order of recency, those predicted before `now`."""
     state = states[0]
+    recency_tape.index(tape, nodes, levels, state)
     looked = found = 0
     n = state.rule if state.rule != laru.LARU else int(np.ceil(state.confidence * state.k))
     n = min(n, out.size)
@@ -301,9 +304,11 @@ def _overdue(tape: Any, nodes: Any, levels: Any, states: Any, now: float, out: A
 
 
 @_compiled
-def _revalue(items: Any, tape: Any, nodes: Any, levels: Any, keys: Any, values: Any) -> None:
+def _revalue(
+    items: Any, tape: Any, nodes: Any, levels: Any, states: Any, keys: Any, values: Any
+) -> None:
     for i in range(keys.size):
         item = items[keys[i]]
         item.next = values[i]
-        recency_tape.withdraw(tape, nodes, levels, item.place)
-        recency_tape.add(tape, nodes, levels, item.place, item.next)
+        recency_tape.withdraw(tape, nodes, levels, states[0], item.place)
+        recency_tape.add(tape, nodes, levels, states[0], item.place, item.next)

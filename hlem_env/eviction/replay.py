@@ -153,7 +153,7 @@ def _by_prediction(
             distrusted = laru.distrusts(items, state, key)
             if distrusted:
                 laru.lose_confidence(state)
-                place = recency_tape.oldest(tape, nodes, levels)
+                place = recency_tape.oldest(tape, nodes, levels, state)
             else:
                 place = laru.choose(tape, nodes, levels, state, float(t) if mirror else 0.0)
             victim[t] = tape[place].key

@@ -64,7 +64,7 @@ def shrink(users: Any, clock: Any, kv: Any, capacity: int) -> int:
         laru.resize(kv.state[0], capacity)
         kv.state[0].k = max(capacity, 1)
     while clock.kv_used > capacity:
-        place = recency_tape.oldest(kv.tape, kv.nodes, kv.levels)
+        place = recency_tape.oldest(kv.tape, kv.nodes, kv.levels, kv.state[0])
         # One by one, slots of one-off users that others have taken over since come up, too.
         give_up(users, clock, kv, place, False)
         gone += 1
@@ -104,13 +104,13 @@ def lookup(
     if fits and clock.kv_used + more > capacity:
         laru.note_full(state)
         if item.place >= 0:  # not a victim of its own
-            recency_tape.withdraw(tape, nodes, levels, item.place)
+            recency_tape.withdraw(tape, nodes, levels, state, item.place)
         distrusted = laru.distrusts(items, state, slot)
         if distrusted:
             laru.lose_confidence(state)
         while clock.kv_used + more > capacity:
             if distrusted:
-                place = recency_tape.oldest(tape, nodes, levels)
+                place = recency_tape.oldest(tape, nodes, levels, state)
             else:
                 place = laru.choose(tape, nodes, levels, state, now)
             give_up(users, clock, kv, place, not distrusted)

@@ -95,7 +95,7 @@ def test_the_tree_picks_the_victims_of_a_search(
 
 
 @pytest.mark.parametrize("policy", ["laru", "hf", "fpb"])
-@pytest.mark.parametrize("k", [40, 300])
+@pytest.mark.parametrize("k", [40, 300, 600])
 def test_the_tree_picks_the_victims_of_a_search_on_several_levels(policy: str, k: int) -> None:
     rng = np.random.default_rng(k)
     keys = (3 * k * rng.random(6000) ** 2).astype(np.int64)
@@ -267,8 +267,8 @@ def test_the_tape_keeps_its_order_when_written_anew() -> None:
         items["next"][key] = 1000.0 + t
         laru.put(items, *tape, state[0], key)
     assert np.argsort(items["place"]).tolist() == [0, 1, 2, 3, 4]  # 195 to 199 came last
-    assert recency_tape.oldest(*tape) == items["place"][0]
-    assert recency_tape.farthest(*tape, 5, 0.0) == items["place"][order[-1]]
+    assert recency_tape.oldest(*tape, state[0]) == items["place"][0]
+    assert recency_tape.farthest(*tape, state[0], 5, 0.0) == items["place"][order[-1]]
 
 
 def test_arguments_are_checked() -> None:
