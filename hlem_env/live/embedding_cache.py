@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hlem_env.errors import ArgumentError, BackendError, require, require_choice
+from hlem_env.eviction import laru
 from hlem_env.eviction.online import OnlinePredictor
 from hlem_env.eviction.predictor import Predictor
 from hlem_env.live.cache_device import CacheDevice, DenseKernels
@@ -44,7 +45,7 @@ from hlem_env.live.ranked_rows import RankedQueue
 from hlem_env.live.row_index import DENSE_ROWS_MAX, DenseIndex, RowIndex, SetAssociativeIndex
 from hlem_env.live.time_source import WallTime
 
-POLICIES = ("lru", "scan_resistant", "laru")
+POLICIES = ("lru", "scan_resistant", *laru.RULES)
 INDEXES = ("dense", "set_associative")
 RING_ROWS_MAX = 2**23
 FEW_MISSES = 1024
@@ -73,8 +74,8 @@ class EmbeddingCache:
         pool: whose memory is used; pages are allocated and freed by the caller.
         tables: read on a miss.
         policy: "lru", or "scan_resistant": decayed counts of lookups, and a missing row is inserted
-            only when its count exceeds that of the row it would evict; or "laru": by whole batches
-            (`ranked_rows`), and not with the kernels of a dense index on CUDA.
+            only when its count exceeds that of the row it would evict; or "laru", "fpb" or "hf": by
+            whole batches (`ranked_rows`), and not with the kernels of a dense index on CUDA.
         index: "dense" (4 bytes for every row that exists) or "set_associative" (24 bytes for every
             slot of the pool); by default dense up to `dense_rows_limit` rows.
         dense_rows_limit: rows; above it the set-associative index is the default.
@@ -85,11 +86,12 @@ class EmbeddingCache:
             pool's slots and more, at most 2^23. A row that was missed lately is resident until as
             many others were missed, so that a shorter memory would know none that are not.
         time_source: what waits on the emulated link follow.
-        predictor: of "laru"; by default one that learns as it goes, which needs the extra `baselines`.
+        predictor: of "laru", "fpb" and "hf"; by default one that learns as it goes, which needs the
+            extra `baselines`.
 
     Raises:
         ArgumentError: an argument is out of range, or rows do not fill a page of the pool.
-        ImportError: LightGBM is not installed, and "laru" has no predictor.
+        ImportError: LightGBM is not installed, and a policy that needs one has no predictor.
     """
 
     def __init__(
@@ -144,12 +146,12 @@ class EmbeddingCache:
             ring_rows = min(1 << (2 * slab.shape[0] - 1).bit_length(), RING_ROWS_MAX)
         self.state = CacheState(slab, slots_index, policy == "scan_resistant", ring_rows)
         self._ranked: RankedQueue | None = None
-        if policy == "laru":
+        if policy in laru.RULES:
             reason = "lru or scan_resistant with a dense index on CUDA"
             require(self.device.type == "cpu" or index != "dense", "policy", policy, reason)
             window_s = 2.0 * half_life_s
             predictor = predictor or OnlinePredictor(window_s, "rows")
-            self._ranked = RankedQueue(self.state, predictor, 2.0 * window_s)
+            self._ranked = RankedQueue(self.state, predictor, 2.0 * window_s, policy)
         self._queue = self._ranked or reference.VictimQueue(self.state)
         self._pages: NDArray[np.int64] = np.empty(0, np.int64)
         self._mine: NDArray[np.bool_] = np.zeros(pool.pages, np.bool_)
@@ -383,8 +385,13 @@ class EmbeddingCache:
         self._ranked.move(rows, times)
         self._ranked.begin_phase()
 
+    def wait_for_predictions(self) -> None:
+        """Until everything is predicted that lookups asked for; at once, where nothing is predicted."""
+        if self._ranked is not None:
+            self._ranked.wait()
+
     def close(self) -> None:
-        """Stop what runs in the background: the predictions of "laru"."""
+        """Stop what runs in the background: the predictions of "laru", "fpb" and "hf"."""
         if self._ranked is not None:
             self._ranked.close()
 

@@ -98,6 +98,7 @@ class Tbe:
         placement: "host" (rows and lookup on the CPU), "device" (all rows in device memory), "cached"
             (rows in host memory, LRU cache in device memory) or "mapped" (rows in host memory).
         cache_share: of the rows that "cached" holds.
+        pooled: whether a bag's rows are summed.
 
     Raises:
         ArgumentError: no such placement.
@@ -105,7 +106,11 @@ class Tbe:
     """
 
     def __init__(
-        self, tables: HostTables, placement: str = "host", cache_share: float = 0.2
+        self,
+        tables: HostTables,
+        placement: str = "host",
+        cache_share: float = 0.2,
+        pooled: bool = False,
     ) -> None:
         require_choice("placement", placement, PLACEMENTS)
         load()
@@ -137,7 +142,7 @@ class Tbe:
             device=self.device,
             cache_load_factor=cache_share,
             cache_algorithm=CacheAlgorithm.LRU,
-            pooling_mode=PoolingMode.NONE,
+            pooling_mode=PoolingMode.SUM if pooled else PoolingMode.NONE,
             output_dtype=kind,
             uvm_host_mapped=True,
         )
@@ -147,7 +152,7 @@ class Tbe:
             weights[:, : tables.row_bytes].copy_(rows.view(torch.uint8))
 
     def lookup(self, keys: Tensor, offsets: Tensor) -> Tensor:
-        """Rows [n, dim] of rows-in-table, ordered by table.
+        """Rows [n, dim] of rows-in-table, ordered by table; pooled, sums [bags, tables * dim].
 
         Args:
             keys: int64 [n] rows within their tables, table after table.

@@ -1,9 +1,13 @@
-"""LARU for embedding rows, by whole batches, where the lookups' reference runs (CPUs, and set-associative).
+"""LARU, FPB and HF for embedding rows, by whole batches, where the lookups' reference runs.
+
+That is on CPUs, and with a set-associative index.
 
 A batch is one moment, so the rule of `hlem_env.eviction.laru` is applied once to all rows that a batch
 must evict: of the candidates, the least recent rows as far as lambda says, those predicted to come last
 go. Of the batch's missing rows as many as were evicted by prediction in this phase are made room for by
 recency, and if there is one, lambda halves once. The bounds proved for single items do not hold.
+Under FPB all rows are candidates. Under HF m victims come from the m + 3 least recent, which is what
+choosing one of 4 does m times: the 3 that are requested first are left over.
 
 Predictions come late: lookups hand their keys to a thread and take what it has said of earlier ones.
 Until then a row that was fetched is expected after twice the label window. While the thread is behind
@@ -23,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hlem_env.errors import require_choice
+from hlem_env.eviction import laru
 from hlem_env.eviction.predictor import Predictor
 from hlem_env.live.cache_state import FOREIGN, FREE, CacheState
 from hlem_env.live.kernels.lookup_reference import VictimQueue
@@ -39,10 +45,18 @@ class RankedQueue(VictimQueue):
         state: of the cache, not counted.
         predictor: asked in a thread of its own, which `close` ends.
         cold_s: a row of which nothing is predicted yet comes after so many seconds.
+        policy: "laru", "fpb" or "hf".
+
+    Raises:
+        ArgumentError: another policy.
     """
 
-    def __init__(self, state: CacheState, predictor: Predictor, cold_s: float) -> None:
+    def __init__(
+        self, state: CacheState, predictor: Predictor, cold_s: float, policy: str = "laru"
+    ) -> None:
+        require_choice("policy", policy, laru.RULES)
         super().__init__(state)
+        self._rule = laru.RULES[policy]
         slots, device = state.stamp.shape[0], state.stamp.device
         self.fallbacks = self.dropped = 0
         """Batches that evicted by recency for want of predictions; batches nothing was predicted of."""
@@ -75,7 +89,8 @@ class RankedQueue(VictimQueue):
         self._seen[cells] = self._phase
         self._distinct += new
         missing = self.state.index.find(rows) < 0
-        self._by_recency = int((missing & (self._gone[cells] == self._phase)).sum())
+        if self._rule == laru.LARU:
+            self._by_recency = int((missing & (self._gone[cells] == self._phase)).sum())
         if self._by_recency:
             self.confidence /= 2
         try:
@@ -108,7 +123,7 @@ class RankedQueue(VictimQueue):
             return first
         owned = int((self.state.stamp < FOREIGN).sum())
         wanted = len(first) - free
-        candidates = max(math.ceil(self.confidence * owned), wanted)
+        candidates = self._candidates(owned, wanted)
         queued = super().take(free + candidates, limit, batch)[free:]
         oldest, rest = queued.tensor_split([min(self._by_recency, wanted)])
         farness = (self._next[rest] - self._now).abs()
@@ -138,6 +153,12 @@ class RankedQueue(VictimQueue):
     def wait(self) -> None:
         """Wait until the thread has predicted all that it was asked."""
         self._asked.join()
+
+    def _candidates(self, owned: int, wanted: int) -> int:
+        """How many of the least recent rows may be among so many victims."""
+        if self._rule == laru.LARU:
+            return max(math.ceil(self.confidence * owned), wanted)
+        return min(wanted + self._rule - 1, owned)
 
     def _forget(self, slots: Tensor) -> None:
         self._next[slots] = torch.inf

@@ -1,4 +1,4 @@
-"""LARU for embedding rows: batches of one are LARU itself, batches keep the cache whole."""
+"""Ranked embedding rows: batches of one are the policy itself, batches keep the cache whole."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PAGE_BYTES = 64
 """Four rows."""
 
 
-def make(pages: int, gaps: Any) -> EmbeddingCache:
+def make(pages: int, gaps: Any, policy: str = "laru") -> EmbeddingCache:
     pool = Pool(8 * PAGE_BYTES, PAGE_BYTES)
-    cache = EmbeddingCache(pool, tables(ROWS), "laru", predictor=GivenGaps(gaps), ring_rows=64)
+    cache = EmbeddingCache(pool, tables(ROWS), policy, predictor=GivenGaps(gaps), ring_rows=64)
     cache.grow(pool.alloc_pages(pages, Owner.EMBEDDING))
     return cache
 
@@ -35,12 +35,13 @@ def spread(cache: EmbeddingCache, rows: int) -> list[int]:
     return first[:rows]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_batches_of_one_row_are_laru(seed: int) -> None:
+@pytest.mark.parametrize("policy", ["laru", "fpb", "hf"])
+@pytest.mark.parametrize("seed", range(4))
+def test_batches_of_one_row_are_the_policy_itself(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     n = 250
     predicted = np.arange(n) + rng.integers(1, 60, n).astype(np.float64)
-    cache = make(2, lambda keys, times: predicted[times.astype(int)] - times)
+    cache = make(2, lambda keys, times: predicted[times.astype(int)] - times, policy)
     rows = np.array(spread(cache, 14))
     numbers = (rows.size * rng.random(n) ** 1.5).astype(np.int64)
     hits = []
@@ -49,9 +50,26 @@ def test_batches_of_one_row_are_laru(seed: int) -> None:
         out = cache.lookup(torch.tensor([key]), float(t))
         assert torch.equal(out, expected(ROWS)[[key]])
         cache._ranked.wait()  # type: ignore[union-attr]
-    result = replay("laru", numbers, 8, predicted)
+    result = replay(policy, numbers, 8, predicted)
     assert hits == result.hit.tolist()
-    assert result.mispredictions > 0
+    assert (result.mispredictions > 0) == (policy == "laru")
+    cache.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_batch_of_hf_goes_as_one_victim_of_four_after_the_other(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    gaps = rng.integers(50, 59, ROWS).astype(np.float64)  # with ties
+    cache = make(3, lambda keys, times: gaps[keys] - times, "hf")
+    order = rng.permutation(12)
+    for t, key in enumerate(order.tolist()):
+        cache.lookup(torch.tensor([key]), float(t))
+        cache._ranked.wait()  # type: ignore[union-attr]
+    cache.lookup(torch.arange(20, 25), 12.0)
+    kept = order.tolist()
+    for _ in range(5):
+        kept.remove(max(kept[:4], key=lambda row: gaps[row]))
+    assert cache.contains(torch.from_numpy(order)).tolist() == [row in kept for row in order]
     cache.close()
 
 
