@@ -9,8 +9,8 @@ then each serves the last ones in a row, in four turns. Sums are compared with t
 
 Predictions are made beforehand, once for all policies, and not timed (`eval.sls_batches`); the time that
 the predictor took for a batch is given beside. `true` knows the batch of each row's next request,
-`learned` is the online predictor with the four features of rows, `crippled` the same with a window of
-100 samples instead of 20,000.
+`learned` is the online predictor with the four features of rows, `timeless` the same without the time,
+`crippled` is `learned` with a window of 100 samples instead of 20,000.
 
 On CUDA all policies run on the set-associative index, whose lookups are the reference in PyTorch: the
 kernels of the dense index do not rank. LRU on those kernels is a line of its own. On a CPU missing
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.sls_batches import SOURCES, Batch, Gaps, draw_batches, predictions
+from eval.sls_batches import SOURCES, Batch, Gaps, draw_batches, error, predictions
 from hlem_env.command_line import run_command
 from hlem_env.errors import BackendError, require
 from hlem_env.eviction.predictor import GivenGaps
@@ -82,6 +82,8 @@ class Args:
     """timed one at a time, and as many in a row"""
     link_gbps: float = 10.0
     """of the emulated link, on a CPU"""
+    threads: int = 1
+    """of PyTorch and FBGEMM on a CPU"""
     seed: int = 0
     """of keys and tables"""
 
@@ -91,21 +93,30 @@ class Args:
         require(self.pooling >= 1, "pooling", self.pooling, "1 or more")
         require(0 <= self.drift <= 1, "drift", self.drift, "0 to 1")
         require(0 < self.share <= 1, "share", self.share, "above 0, at most 1")
+        require(self.threads >= 1, "threads", self.threads, "1 or more")
         require(self.batches >= 2, "batches", self.batches, "2 or more")
 
 
 def main(args: Args) -> int:
     """Time, print, write; 1 if a sum was wrong."""
+    if args.device == "cpu":
+        torch.set_num_threads(args.threads)
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     print(f"{gpu or machine()['cpu']}, torch {torch.__version__}")
     tables = HostTables(args.tables, args.rows, DIM, torch.float32, args.seed, args.device)
     lines: list[dict[str, Any]] = []
     predictor_ms: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     for bags in args.batch:
         batches = draw_batches(args, bags)
         gaps, predictor_ms[str(bags)] = predictions(batches)
+        errors[str(bags)] = {
+            source: round(error(gaps[source], gaps["true"], args.warm), 3) for source in SOURCES
+        }
         lines += measured(args, tables, bags, batches, gaps)
     show(lines, predictor_ms)
+    for size, of_sources in errors.items():
+        print(f"error of the log gaps, {size} bags a table: {of_sources}")
     if args.json is not None:
         arguments = {name: value for name, value in vars(args).items() if name != "json"}
         path = "PyTorch reference, set-associative index" if gpu else "PyTorch reference, CPU"
@@ -116,6 +127,7 @@ def main(args: Args) -> int:
             "arguments": arguments,
             "lines": lines,
             "predictor_ms_a_batch": predictor_ms,
+            "error_of_log_gaps": errors,
             "paper": PAPER,
         }
         write_result(args.json, command("eval.bench_sls"), payload)

@@ -15,18 +15,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hlem_env.eviction.online import OnlinePredictor, Schedule
+from hlem_env.eviction.forest import Forest
+from hlem_env.eviction.online import OnlinePredictor, Schedule, Train
 from hlem_env.eviction.predictor import Floats
 from hlem_env.eviction.protocol import Keys
 
-SOURCES = ("true", "learned", "crippled")
+SOURCES = ("true", "learned", "timeless", "crippled")
 LABEL_WINDOW = 30.0
 """Batches."""
 SCHEDULES = {
     "learned": Schedule(every=20_000),
+    "timeless": Schedule(every=20_000),
     "crippled": Schedule(window=100, every=20_000),
 }
 """Trained on the latest 20,000 samples, and on 100; at most once for 20,000 new ones."""
+TIME = 0
+"""Column of the time among the features of rows."""
 
 
 class Drawn(Protocol):
@@ -110,13 +114,39 @@ def predictions(batches: list[Batch]) -> tuple[dict[str, Gaps], dict[str, float]
     found = {"true": true_gaps(rows)}
     times = {}
     for name, schedule in SCHEDULES.items():
-        predictor = OnlinePredictor(LABEL_WINDOW, "rows", schedule, background=False)
+        train = without_time(schedule) if name == "timeless" else None
+        predictor = OnlinePredictor(LABEL_WINDOW, "rows", schedule, background=False, train=train)
         found[name] = Gaps()
         began = time.thread_time()
         for t, some in enumerate(rows):
             found[name].append(some, predictor.access(some, np.full(some.size, float(t))))
         times[name] = round(1e3 * (time.thread_time() - began) / len(rows), 2)
     return found, times
+
+
+def without_time(schedule: Schedule) -> Train:
+    """Training that sees one time only, so that no tree asks for it.
+
+    Of the latest accesses only short gaps are known yet. A tree that may ask for the time learns that
+    what was accessed lately comes back at once, and everything that it is asked for was accessed now.
+    """
+
+    def train(rows: NDArray[np.float32], labels: NDArray[np.float32]) -> Forest:
+        rows = rows.copy()
+        rows[:, TIME] = 0.0
+        return schedule.train(rows, labels)
+
+    return train
+
+
+def error(predicted: Gaps, true: Gaps, first: int) -> float:
+    """Mean |log((1 + predicted gap) / (1 + true gap))| from a batch on, cut to twice the label window."""
+    most = 2.0 * LABEL_WINDOW
+    ratios = [
+        np.log1p(np.minimum(ours, most)) - np.log1p(np.minimum(theirs, most))
+        for ours, theirs in zip(predicted.gaps[first:], true.gaps[first:], strict=True)
+    ]
+    return float(np.abs(np.concatenate(ratios)).mean())
 
 
 def true_gaps(rows: list[Keys]) -> Gaps:

@@ -13,8 +13,8 @@ Predictions come late: lookups hand their keys to a thread and take what it has 
 Until then a row that was fetched is expected after twice the label window. While the thread is behind
 or its predictor not usable all victims go by recency, which is counted.
 
-Which rows a phase has seen and evicted is kept in hashed cells: two rows that share one may end a
-phase late or be taken for a misprediction, which only makes an eviction follow recency.
+Which rows a phase has seen and evicted is kept in hashed cells. Two rows that share one may end a phase
+late, or hide that one of them was mispredicted; neither is taken for the other.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class RankedQueue(VictimQueue):
         cells = 1 << (4 * slots - 1).bit_length()
         self._seen = torch.zeros(cells, dtype=torch.int32, device=device)
         self._gone = torch.zeros(cells, dtype=torch.int32, device=device)
+        self._gone_row = torch.full((cells,), -1, dtype=torch.int64, device=device)
         self._phase, self._distinct = 1, 0
         self._now = -math.inf
         self._serving = False
@@ -90,7 +91,8 @@ class RankedQueue(VictimQueue):
         self._distinct += new
         missing = self.state.index.find(rows) < 0
         if self._rule == laru.LARU:
-            self._by_recency = int((missing & (self._gone[cells] == self._phase)).sum())
+            gone = (self._gone[cells] == self._phase) & (self._gone_row[cells] == rows)
+            self._by_recency = int((missing & gone).sum())
         if self._by_recency:
             self.confidence /= 2
         try:
@@ -129,7 +131,7 @@ class RankedQueue(VictimQueue):
         farness = (self._next[rest] - self._now).abs()
         order = farness.sort(descending=True, stable=True).indices[: wanted - len(oldest)]
         chosen = rest[order]
-        self._gone[self._cells(self.state.row_of[chosen])] = self._phase
+        self._note_gone(self.state.row_of[chosen])
         victims = torch.cat((first[:free], oldest, chosen))
         self._forget(victims)
         return victims
@@ -153,6 +155,12 @@ class RankedQueue(VictimQueue):
     def wait(self) -> None:
         """Wait until the thread has predicted all that it was asked."""
         self._asked.join()
+
+    def _note_gone(self, rows: Tensor) -> None:
+        """Rows were evicted by prediction; of those that share a cell one is remembered."""
+        cells = self._cells(rows)
+        self._gone[cells] = self._phase
+        self._gone_row[cells] = rows
 
     def _candidates(self, owned: int, wanted: int) -> int:
         """How many of the least recent rows may be among so many victims."""

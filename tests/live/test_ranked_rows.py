@@ -124,3 +124,19 @@ def test_a_failing_or_slow_predictor_makes_it_lru_and_is_counted() -> None:
         assert torch.equal(cache.contains(every), plain.contains(every))
     assert cache._ranked is not None and cache._ranked.fallbacks > 0
     cache.close()
+
+
+def test_a_row_is_not_taken_for_an_evicted_one_that_shares_its_cell() -> None:
+    cache = make(1, lambda keys, times: np.where(keys == evicted, 90.0, 50.0))
+    ranked = cache._ranked
+    assert ranked is not None
+    cells = ranked._cells(torch.arange(ROWS)).tolist()
+    evicted, other = next((a, b) for b in range(ROWS) for a in range(b) if cells[a] == cells[b])
+    rest = [row for row in spread(cache, ROWS) if cells[row] != cells[other]]
+    confidence = []
+    for t, row in enumerate([evicted, *rest[:4], other, evicted]):
+        cache.lookup(torch.tensor([row]), float(t))
+        ranked.wait()
+        confidence.append(ranked.confidence)
+    assert confidence == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
+    cache.close()
