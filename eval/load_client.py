@@ -17,7 +17,8 @@ from eval.load_users import Catalogue, Items, User, Visit
 
 INFER: Final = "/v2/models/hlem/infer"
 TIMEOUT_S: Final = 60.0
-CONNECTIONS: Final = 512
+CONNECTIONS: Final = 4096
+"""More than the node allows, so that it is the node that refuses."""
 
 
 class Answer(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from serving_bridge.server.admin import TOKEN_VARIABLE, read_token
 from serving_bridge.server.lifecycle import Listen, NodeServer, serve_until_signal
 from serving_bridge.status import MODES
 
+OPEN_FILES = 16_384
 NO_TOKEN = f"off: set {TOKEN_VARIABLE} or --admin-token-file"
 
 
@@ -85,6 +87,7 @@ def main(args: Args) -> int:
     )
     # It warns of every request that is no HTTP, which anybody can send.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    allow_open_files()
     listen, token = args.listen, read_token(args.admin_token_file)
     with ExitStack() as stack:
         engine, control = build_node(args, stack)
@@ -96,6 +99,14 @@ def main(args: Args) -> int:
             print(f"REST http://{args.host}:{server.port}{grpc}; admin API {admin}", flush=True)
 
         return asyncio.run(serve_until_signal(server, started, lambda: engine.failure))
+
+
+def allow_open_files() -> None:
+    """As many as the system lets this process have: the usual 1,024 are fewer than the connections allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def build_node(args: Args, stack: ExitStack) -> tuple[Engine, ControlLoop]:
