@@ -29,7 +29,7 @@ from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live_scenario import live_workload
-from hlem_env.machine import command, write_result
+from hlem_env.machine import allow_open_files, command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.workload.requests import Workload
 
@@ -139,6 +139,7 @@ class Generator:
         Raises:
             ArgumentError: nothing answers at the address.
         """
+        allow_open_files()
         async with Client(
             self.args.url, self._catalogue, self.config.candidates, self._prefix
         ) as client:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from hlem_env.command_line import run_command
 from hlem_env.errors import ArtefactError, require, require_choice
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
+from hlem_env.machine import allow_open_files
 from hlem_env.mdp import MdpConfig
 from serving_bridge.control_loop import ControlLoop, ControlSettings
 from serving_bridge.engine import Engine
@@ -33,7 +33,6 @@ from serving_bridge.server.admin import TOKEN_VARIABLE, read_token
 from serving_bridge.server.lifecycle import Listen, NodeServer, serve_until_signal
 from serving_bridge.status import MODES
 
-OPEN_FILES = 16_384
 NO_TOKEN = f"off: set {TOKEN_VARIABLE} or --admin-token-file"
 
 
@@ -99,14 +98,6 @@ def main(args: Args) -> int:
             print(f"REST http://{args.host}:{server.port}{grpc}; admin API {admin}", flush=True)
 
         return asyncio.run(serve_until_signal(server, started, lambda: engine.failure))
-
-
-def allow_open_files() -> None:
-    """As many as the system lets this process have: the usual 1,024 are fewer than the connections allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def build_node(args: Args, stack: ExitStack) -> tuple[Engine, ControlLoop]:

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import resource
-from serving_bridge.serve import allow_open_files
+from hlem_env.machine import allow_open_files
 from serving_bridge.server.connections import CONNECTIONS
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
