@@ -90,7 +90,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
 
     | Argument | Default | Meaning |
     |---|---|---|
-    | `workload` | `"steady"` | `"steady"`, `"trend"`, `"burst"`; `"PRESET/REGIME"` with a preset of `default`, `taobao`, `video-games`, `books`; `"trace:PATH"`; `"training"` (a random scenario at every reset); or a mapping of the fields of `hlem_env.scenario.Scenario` |
+    | `workload` | `"steady"` | `"steady"`, `"trend"`, `"burst"`; `"PRESET/REGIME"` with a preset of `default`, `taobao`, `video-games`, `books`; `"trace:PATH"`; `"training"` (a random scenario at every reset); a `hlem_env.scenario.TrainingDomain` (the same, drawn from it); or a mapping of the fields of `hlem_env.scenario.Scenario` |
     | `backend` | `"surrogate"` | `"surrogate"`; `"live"`, a node that executes HSTU for real; or a callable `(scenario) -> Backend` |
     | `hardware` | None | profile name or path, instead of the scenario's; with `backend="live"` a live preset, `"cpu-small"` by default |
     | `kv_policy` | None | `"scan_resistant"`, `"lru"`, `"laru"`, `"hf"` or `"fpb"`, instead of the scenario's |
@@ -131,7 +131,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
 
     def __init__(
         self,
-        workload: str | dict[str, Any] | Scenario = "steady",
+        workload: str | dict[str, Any] | Scenario | TrainingDomain = "steady",
         backend: str | Callable[[Scenario], Backend] = "surrogate",
         hardware: str | None = None,
         kv_policy: str | None = None,
@@ -154,8 +154,9 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
             "kv_policy": kv_policy,
         }
         overrides = {name: value for name, value in given.items() if value is not None}
-        self.domain = TrainingDomain() if workload == TRAINING else None
-        start = "steady" if workload == TRAINING else workload
+        domain = TrainingDomain() if workload == TRAINING else workload
+        self.domain = domain if isinstance(domain, TrainingDomain) else None
+        start = "steady" if isinstance(domain, TrainingDomain) else domain
         if backend == "live":
             require(self.domain is None, "workload", workload, "one workload, with backend='live'")
             self.scenario, self._make_backend, live_slo_ms = _live(start, overrides)

@@ -283,10 +283,21 @@ class TrainingDomain:
     zipf: tuple[float, float] = (0.30, 1.00)
     utilisation: tuple[float, float] = (0.62, 0.73)
     hardware_scale: tuple[float, float] = (0.8, 1.2)
+    crowded_share: float = 0.0
+    """Share of the draws whose hot users' KV can outgrow the pool while few items are popular enough
+    to make embedding space worth more then: hardly any others do. Their length, population and
+    exponent are from the next three ranges."""
+    crowded_history_tokens: tuple[float, float] = (11_500, 13_000)
+    crowded_population_factor: tuple[float, float] = (1.2, 1.5)
+    crowded_zipf: tuple[float, float] = (0.80, 1.00)
+
+    def __post_init__(self) -> None:
+        require_number("crowded_share", self.crowded_share)
+        require(0 <= self.crowded_share <= 1, "crowded_share", self.crowded_share, "0 to 1")
 
     def sample(self, base: Scenario, rng: np.random.Generator) -> Scenario:
         """`base` with the randomised fields drawn anew."""
-        return replace(
+        scenario = replace(
             base,
             preset=str(rng.choice(self.presets)),
             regime=str(rng.choice(self.regimes)),
@@ -299,6 +310,15 @@ class TrainingDomain:
             compute_scale=float(rng.uniform(*self.hardware_scale)),
             gather_scale=float(rng.uniform(*self.hardware_scale)),
             hbm_scale=float(rng.uniform(*self.hardware_scale)),
+        )
+        # With a share of 0 nothing more is drawn, so that a seed's scenarios stay what they were.
+        if self.crowded_share == 0 or rng.random() >= self.crowded_share:
+            return scenario
+        return replace(
+            scenario,
+            mean_history_tokens=float(rng.uniform(*self.crowded_history_tokens)),
+            population_factor=float(rng.uniform(*self.crowded_population_factor)),
+            zipf=round(float(rng.uniform(*self.crowded_zipf)), 2),
         )
 
     def to_json(self) -> dict[str, Any]:

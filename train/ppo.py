@@ -53,6 +53,8 @@ class Args:
 
     workload: str = "training"
     """"training" (random scenarios), or a workload of HBMPartitionEnv"""
+    crowded_share: float = 0.0
+    """share of the random scenarios in which hot users' KV outgrows the pool and items are skewed"""
     from_log: Path | None = None
     """folder of an epoch log: train on the scenario that is fitted to it, in place of --workload"""
     features: Literal["paper", "working_set"] = "paper"
@@ -104,8 +106,17 @@ class Args:
     """evaluation scenarios, seeded 10,000 and up: never trained on"""
 
 
-def workload_of(args: Args) -> str | Scenario:
-    """What to train on: what the arguments name, or what is fitted to a log."""
+def workload_of(args: Args) -> str | Scenario | TrainingDomain:
+    """What to train on: what the arguments name, or what is fitted to a log.
+
+    Raises:
+        ArgumentError: a crowded share without random scenarios, or not from 0 to 1.
+    """
+    domain = TrainingDomain(crowded_share=args.crowded_share)
+    if args.from_log is None and args.workload == "training":
+        return domain
+    require(args.crowded_share == 0, "--crowded-share", args.crowded_share,
+            "0, but with --workload training")  # fmt: skip
     return args.workload if args.from_log is None else fitted(args.from_log).scenario
 
 
@@ -128,10 +139,12 @@ def print_fit(folder: Path) -> None:
 
 def evaluation_scenarios(args: Args) -> list[Scenario]:
     """Scenarios that choose the checkpoint: random ones like the training's, from other seeds."""
-    if (workload := workload_of(args)) != "training":
+    workload, base = workload_of(args), Scenario(kv_policy=args.kv_policy)
+    if not isinstance(workload, TrainingDomain):
         return [Scenario.parse(workload, kv_policy=args.kv_policy)] * args.eval_seeds
-    domain, base = TrainingDomain(), Scenario(kv_policy=args.kv_policy)
-    return [domain.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)]
+    return [
+        workload.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)
+    ]
 
 
 def random_states(envs: Any, seed: int, steps: int) -> NDArray[np.float32]:
@@ -199,9 +212,10 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
     folder = args.output
     try:
         progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
-        for name in ("features", "reward", "workload", "from_log", "total_timesteps", "num_envs",
-                     "num_steps"):  # fmt: skip
-            then, now = progress["args"].get(name), plain(args)[name]
+        for name in ("features", "reward", "workload", "crowded_share", "from_log",
+                     "total_timesteps", "num_envs", "num_steps"):  # fmt: skip
+            # A checkpoint from before an argument was there was trained with its default.
+            then, now = progress["args"].get(name, plain(Args())[name]), plain(args)[name]
             require(
                 then == now, f"--{name.replace('_', '-')}", now, f"{then}, as in the checkpoint"
             )
@@ -418,7 +432,7 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
     """Write the policy's folder."""
     inputs, logits = agent.parity_vectors(np.random.default_rng(args.seed))
     workload = workload_of(args)
-    plain_workload = workload.to_json() if isinstance(workload, Scenario) else workload
+    fitted_to_log = isinstance(workload, Scenario)
     export_policy(
         args.output,
         agent.actor_weights(),
@@ -428,11 +442,11 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
         env_spec={
             "id": hlem_env.ENV_ID,
             "kwargs": {
-                "workload": plain_workload,
+                "workload": workload.to_json() if fitted_to_log else args.workload,
                 "features": args.features,
                 "reward": args.reward,
             },
-            "domain": TrainingDomain().to_json() if workload == "training" else None,
+            "domain": workload.to_json() if isinstance(workload, TrainingDomain) else None,
             "training": progress,
         },
         training_command="python -m train.ppo " + " ".join(sys.argv[1:]),

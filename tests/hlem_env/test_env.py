@@ -21,7 +21,7 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 from hlem_env import ArgumentError
 from hlem_env.env import HBMPartitionEnv, HBMPartitionVectorEnv
 from hlem_env.mdp import FEATURES, REWARD_FLOOR, REWARDS
-from hlem_env.scenario import Scenario
+from hlem_env.scenario import Scenario, TrainingDomain
 
 ID = "hlem_env:HBMPartitionEnv-v0"
 
@@ -285,6 +285,19 @@ def test_a_seed_makes_the_run(workload: Any) -> None:
     assert same(first, second)
     assert same(rollout(envs[0], actions, seed=5), first)
     assert not same(rollout(envs[1], actions, seed=6)[0][0], first[0][0])
+
+
+def test_a_training_domain_draws_from_its_own_ranges() -> None:
+    env = HBMPartitionEnv(workload=TrainingDomain(tables=(3, 3), crowded_share=1.0))
+    for seed in range(3):
+        env.reset(seed=seed)
+        assert env.scenario.tables == 3
+        assert env.scenario.mean_history_tokens > 11_000
+
+
+def test_training_is_the_default_training_domain() -> None:
+    envs = [HBMPartitionEnv(workload=w) for w in ("training", TrainingDomain())]
+    assert same(*(rollout(env, [0] * 3, seed=4) for env in envs))
 
 
 def test_reset_without_a_seed_goes_on_from_the_last_one() -> None:

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hlem_env.errors import ArgumentError, ArtefactError
+from hlem_env.scenario import Scenario, TrainingDomain
 from serving_bridge.policy import FrozenPolicy
 from train.ppo import Args, evaluation_scenarios, train
 
@@ -59,8 +61,52 @@ def test_resume_of_a_finished_training_keeps_the_policy(trained: Path) -> None:
     assert (trained / "policy.safetensors").read_bytes() == before
 
 
-def test_held_out_settings_are_never_evaluated_on(tmp_path: Path) -> None:
-    scenarios = evaluation_scenarios(arguments(tmp_path, eval_seeds=50))
+@pytest.mark.parametrize("crowded_share", [0.0, 1.0])
+def test_held_out_settings_are_never_evaluated_on(tmp_path: Path, crowded_share: float) -> None:
+    args = arguments(tmp_path, eval_seeds=50, crowded_share=crowded_share)
+    scenarios = evaluation_scenarios(args)
     assert all(s.preset != "books" and s.hardware == "h100" for s in scenarios)
     assert all(s.population_factor <= 1.5 and s.tables <= 18 for s in scenarios)
     assert all(s.mean_history_tokens < 14_000 and s.gather_scale >= 0.8 for s in scenarios)
+
+
+def draws(domain: TrainingDomain) -> list[Scenario]:
+    return [domain.sample(Scenario(), np.random.default_rng(seed)) for seed in range(400)]
+
+
+def test_crowded_draws_take_their_share_and_leave_the_others_as_they_are() -> None:
+    plain, mixed = draws(TrainingDomain()), draws(TrainingDomain(crowded_share=0.25))
+    changed = sum(a != b for a, b in zip(plain, mixed, strict=True))
+    assert 70 <= changed <= 130  # 100 expected, deviation 8.7
+
+
+def test_hot_users_of_crowded_draws_outgrow_the_pool() -> None:
+    for scenario in draws(TrainingDomain(crowded_share=1.0)):
+        node = scenario.node()
+        entry = node.kv_pages(round(scenario.mean_history_tokens))
+        users = scenario.regime_config().hot_users(np.array([0.60]))[0]
+        assert users * entry > node.pool_pages
+
+
+def test_a_policy_names_its_crowded_share_and_resumes_only_with_it(tmp_path: Path) -> None:
+    train(arguments(tmp_path, crowded_share=0.5))
+    spec = FrozenPolicy.load(tmp_path).metadata["env_spec"]
+    assert spec["kwargs"]["workload"] == "training"
+    assert spec["domain"]["crowded_share"] == 0.5
+    with pytest.raises(ArgumentError, match=r"--crowded-share=0\.0.*0\.5, as in the checkpoint"):
+        train(arguments(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allowed"),
+    [
+        ({"crowded_share": 1.5}, "0 to 1"),
+        ({"crowded_share": float("nan")}, "finite"),
+        ({"crowded_share": 0.5, "workload": "trend"}, "0, but with --workload training"),
+    ],
+)
+def test_a_crowded_share_that_cannot_be_is_refused(
+    tmp_path: Path, overrides: dict[str, object], allowed: str
+) -> None:
+    with pytest.raises(ArgumentError, match=allowed):
+        train(arguments(tmp_path, **overrides))
