@@ -288,7 +288,8 @@ def test_a_seed_makes_the_run(workload: Any) -> None:
 
 
 def test_a_training_domain_draws_from_its_own_ranges() -> None:
-    env = HBMPartitionEnv(workload=TrainingDomain(tables=(3, 3), crowded_share=1.0))
+    domain = TrainingDomain(regimes=("trend",), tables=(3, 3), crowded_share=1.0)
+    env = HBMPartitionEnv(workload=domain)
     for seed in range(3):
         env.reset(seed=seed)
         assert env.scenario.tables == 3
