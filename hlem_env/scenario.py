@@ -284,10 +284,9 @@ class TrainingDomain:
     utilisation: tuple[float, float] = (0.62, 0.73)
     hardware_scale: tuple[float, float] = (0.8, 1.2)
     crowded_share: float = 0.0
-    """Share of the draws of Steady and Trend whose hot users' KV can outgrow the pool while items are
-    skewed enough to make embedding space worth more then: hardly any others do. Their length,
-    population and exponent are from the next three ranges. Bursts stay as they are: what there is to
-    lose in one that is not crowded teaches caution between bursts."""
+    """Share of the draws whose hot users' KV can outgrow the pool while items are skewed enough to make
+    embedding space worth more then: hardly any others do. Their length, population and exponent are
+    from the next three ranges."""
     crowded_history_tokens: tuple[float, float] = (11_500, 13_000)
     crowded_population_factor: tuple[float, float] = (1.2, 1.5)
     crowded_zipf: tuple[float, float] = (0.80, 1.00)
@@ -312,9 +311,8 @@ class TrainingDomain:
             gather_scale=float(rng.uniform(*self.hardware_scale)),
             hbm_scale=float(rng.uniform(*self.hardware_scale)),
         )
-        if self.crowded_share == 0:
-            return scenario  # nothing more is drawn: a seed's scenarios stay what they were
-        if rng.random() >= self.crowded_share or scenario.regime == "burst":
+        # With a share of 0 nothing more is drawn, so that a seed's scenarios stay what they were.
+        if self.crowded_share == 0 or rng.random() >= self.crowded_share:
             return scenario
         return replace(
             scenario,

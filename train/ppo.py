@@ -54,7 +54,7 @@ class Args:
     workload: str = "training"
     """"training" (random scenarios), or a workload of HBMPartitionEnv"""
     crowded_share: float = 0.0
-    """share of the random Steady and Trend in which hot users' KV outgrows the pool, items skewed"""
+    """share of the random scenarios in which hot users' KV outgrows the pool and items are skewed"""
     from_log: Path | None = None
     """folder of an epoch log: train on the scenario that is fitted to it, in place of --workload"""
     features: Literal["paper", "working_set"] = "paper"

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "paper-eq5": ("--features", "paper", "--reward", "eq5"),
     "working_set-eq5": ("--features", "working_set", "--reward", "eq5"),
 }
-RECIPE = ("--crowded-share", "0.5")
+RECIPE = ("--crowded-share", "0.3")
 """Of every kind; docs/training.md says what it is for."""
 PARTS = ("policy.json", "policy.safetensors", "metrics.jsonl")
 
