@@ -432,7 +432,7 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
     """Write the policy's folder."""
     inputs, logits = agent.parity_vectors(np.random.default_rng(args.seed))
     workload = workload_of(args)
-    fitted_to_log = isinstance(workload, Scenario)
+    plain_workload = workload.to_json() if isinstance(workload, Scenario) else args.workload
     export_policy(
         args.output,
         agent.actor_weights(),
@@ -442,7 +442,7 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
         env_spec={
             "id": hlem_env.ENV_ID,
             "kwargs": {
-                "workload": workload.to_json() if fitted_to_log else args.workload,
+                "workload": plain_workload,
                 "features": args.features,
                 "reward": args.reward,
             },

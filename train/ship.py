@@ -27,8 +27,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "paper-eq5": ("--features", "paper", "--reward", "eq5"),
     "working_set-eq5": ("--features", "working_set", "--reward", "eq5"),
 }
-RECIPE = ("--crowded-share", "0.3")
-"""Of every kind; docs/training.md says what it is for."""
 PARTS = ("policy.json", "policy.safetensors", "metrics.jsonl")
 
 
@@ -53,7 +51,7 @@ def train_one(work: Path, kind: str, seed: int) -> dict[str, Any]:
     folder = work / kind / str(seed)
     summary = folder / "summary.json"
     if not summary.is_file():
-        arguments = [*KINDS[kind], *RECIPE, "--seed", str(seed), "--output", str(folder)]
+        arguments = [*KINDS[kind], "--seed", str(seed), "--output", str(folder)]
         start = time.time()
         done = subprocess.run(
             [sys.executable, "-m", "train.ppo", *arguments], capture_output=True, text=True
