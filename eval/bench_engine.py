@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import tyro
 from numpy.typing import NDArray
 
+from hlem_env.command_line import run_command
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.given_items import GivenRequests
 from hlem_env.live.node import Executed, LiveNode
@@ -173,9 +173,10 @@ def quantiles(times_s: list[float]) -> dict[str, float]:
     return {"p50_ms": round(1e3 * float(p50), 3), "p90_ms": round(1e3 * float(p90), 3)}
 
 
-def main() -> None:
+def main(args: Args) -> int:
     """Measure, print, write."""
-    args = tyro.cli(Args, description=__doc__)
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         result = measure(Path(folder), args.repeats)
     print(f"{'ms':45} {'p50':>8} {'p90':>8} {'CPU':>8}")
@@ -184,7 +185,8 @@ def main() -> None:
         print(f"{name:45} {times['p50_ms']:8.3f} {times['p90_ms']:8.3f} {cpu}")
     if args.json is not None:
         write_result(args.json, command("eval.bench_engine"), {"tokens": TOKENS, "times": result})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_command("eval.bench_engine", main, Args)
