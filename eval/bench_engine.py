@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class Args:
     """Where the store is made, in a folder of its own that is removed; by default the system's."""
     repeats: int = 200
     """Requests of each kind."""
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    json: Path | None = None
     """Write the result there."""
 
 
