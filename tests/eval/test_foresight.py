@@ -22,7 +22,7 @@ def test_drawings_share_the_course_and_not_the_arrivals() -> None:
 
 
 def test_larger_steps_and_more_ways_find_no_worse_a_plan() -> None:
-    course = Course(Scenario.parse("default/burst", episode_epochs=30, warmup_epochs=3), 20_003)
+    course = Course(Scenario.parse("default/burst", episode_epochs=16, warmup_epochs=3), 20_003)
     narrow, wide = plan_for(course, 2, 41), plan_for(course, 20, 41)
     assert max(np.abs(np.diff(narrow.plan))) <= 2 < max(np.abs(np.diff(wide.plan))) <= 20
     assert wide.planned_ms <= narrow.planned_ms

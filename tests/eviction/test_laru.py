@@ -20,7 +20,7 @@ from hlem_env.eviction.predictor import GivenGaps
 from hlem_env.eviction.replay import dense, next_requests, replay
 from tests.eviction.naive_laru import Naive, fewest_misses, served
 
-CASES = int(os.environ.get("HLEM_PROPERTY_CASES") or 300)
+CASES = int(os.environ.get("HLEM_PROPERTY_CASES") or 200)
 many = settings(max_examples=CASES, deadline=None)
 
 capacities = st.integers(1, 9)

@@ -6,6 +6,7 @@ owners write to, a block that moved, or a row that lies in the wrong slot is see
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -437,6 +438,9 @@ class NodeMachine(RuleBasedStateMachine):
 
 
 NodeMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, print_blob=True
+    max_examples=int(os.environ.get("HLEM_MACHINE_RUNS") or 50),
+    stateful_step_count=50,
+    deadline=None,
+    print_blob=True,
 )
 TestNode = NodeMachine.TestCase
