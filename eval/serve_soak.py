@@ -1,7 +1,7 @@
 """Load a served node for an hour and watch it: `python -m eval.serve_soak --minutes 60`.
 
 The node is a process of its own and is asked over HTTP, as by `eval.load_generator`, with one burst in the
-middle. Minute by minute: its resident memory, its threads and open files, what its folder of data takes,
+middle. Minute by minute: its memory, its threads and open files, what its folder of data takes,
 and how requests ended. `--burst-load 10 --burst-seconds 60` sends ten times the load for a minute. Ctrl-C
 ends it early and still writes what was measured.
 """
@@ -60,6 +60,8 @@ class Minute:
     """One minute, at its end or in it."""
 
     resident_mib: float
+    own_mib: float
+    """Of it, what is no file's: the store's file is mapped, so that it counts in the former as it grows."""
     threads: int
     open_files: int
     data_mib: float
@@ -77,6 +79,7 @@ def look(pid: int, data: Path, total: Totals, before: Totals) -> Minute:
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return Minute(
         resident_mib=int(fields["VmRSS"].split()[0]) / 1024,
+        own_mib=int(fields["RssAnon"].split()[0]) / 1024,
         threads=int(fields["Threads"]),
         open_files=len(list(Path(f"/proc/{pid}/fd").iterdir())),
         data_mib=sum(p.stat().st_blocks * 512 for p in data.rglob("*") if p.is_file()) / MEBI,
@@ -108,11 +111,20 @@ async def soak(args: Args, load: load_generator.Args, pid: int) -> tuple[Totals,
 def print_table(minutes: list[Minute]) -> None:
     """A line a minute."""
     table = Table()
-    for heading in ("minute", "resident MiB", "threads", "files", "data MiB", "sent", *OUTCOMES):
+    for heading in (
+        "minute",
+        "resident MiB",
+        "own MiB",
+        "threads",
+        "files",
+        "data MiB",
+        "sent",
+        *OUTCOMES,
+    ):
         table.add_column(heading, justify="right")
     for i, minute in enumerate(minutes):
         table.add_row(
-            str(i + 1), f"{minute.resident_mib:.1f}", str(minute.threads), str(minute.open_files),
+            str(i + 1), f"{minute.resident_mib:.1f}", f"{minute.own_mib:.1f}", str(minute.threads), str(minute.open_files),
             f"{minute.data_mib:.1f}", str(minute.sent),
             *(str(getattr(minute, name)) for name in OUTCOMES),
         )  # fmt: skip
@@ -134,10 +146,10 @@ def main(args: Args) -> int:
         )  # fmt: skip
         total, minutes = asyncio.run(soak(args, load, node.pid))
     print_table(minutes)
-    half = [minute.resident_mib for minute in minutes[len(minutes) // 2 :]]
+    half = [minute.own_mib for minute in minutes[len(minutes) // 2 :]]
     if len(half) > 2:
         slope = float(np.polyfit(np.arange(len(half)), half, 1)[0])
-        print(f"resident memory over the second half: {slope:+.3f} MiB a minute")
+        print(f"own memory over the second half: {slope:+.3f} MiB a minute")
     if args.json is not None:
         payload: dict[str, Any] = load_generator.result(load, total)
         payload["minutes"] = [asdict(minute) for minute in minutes]
