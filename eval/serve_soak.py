@@ -124,8 +124,8 @@ def print_table(minutes: list[Minute]) -> None:
         table.add_column(heading, justify="right")
     for i, minute in enumerate(minutes):
         table.add_row(
-            str(i + 1), f"{minute.resident_mib:.1f}", f"{minute.own_mib:.1f}", str(minute.threads), str(minute.open_files),
-            f"{minute.data_mib:.1f}", str(minute.sent),
+            str(i + 1), f"{minute.resident_mib:.1f}", f"{minute.own_mib:.1f}",
+            str(minute.threads), str(minute.open_files), f"{minute.data_mib:.1f}", str(minute.sent),
             *(str(getattr(minute, name)) for name in OUTCOMES),
         )  # fmt: skip
     Console(width=110).print(table)
