@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 PYTEST_FLAGS ?= -n 2
+TESTS ?= tests
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,12 +16,12 @@ STAMP := $(VENV)/.complete
 USABLE := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test lint bench clean FORCE
+.PHONY: help demo serve-demo test pytest lint bench clean FORCE
 
 help:
 	@echo "make demo        train a small policy, compare it with the baselines, write runs/demo/report.html"
 	@echo "make serve-demo  a served node on the CPU under load, its page in the browser; Ctrl-C ends it"
-	@echo "make test        lint, then all tests"
+	@echo "make test        lint and all tests, side by side"
 	@echo "make lint        ruff (rules and format), mypy --strict, import-linter"
 	@echo "make bench       time the surrogate, a decision and a live node on the CPU; JSON in runs/bench"
 	@echo "make clean       remove .venv, caches and build outputs; keep runs/"
@@ -38,8 +39,12 @@ demo: $(STAMP)
 serve-demo: $(STAMP)
 	$(BIN)/python -m eval.serve_demo $(SERVE_FLAGS)
 
-test: lint
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests
+# Side by side: mypy and the start of the tests each keep one core busy.
+test: $(STAMP)
+	$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
