@@ -146,7 +146,9 @@ class Generator:
             try:
                 await client.status(-1)
             except OSError as error:
-                raise ArgumentError("url", self.args.url, "the address of a node") from error
+                raise ArgumentError(
+                    "url", self.args.url, "where a node answers; none does"
+                ) from error
             await self._wake(client, stop)
             await self._set_rate(client, stop)
             self._say(

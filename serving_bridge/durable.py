@@ -1,10 +1,28 @@
-"""Files that are either the old ones or the new ones, whatever happens while they are written."""
+"""Files that are either the old ones or the new ones, whatever happens, and folders of one process."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from pathlib import Path
+
+from hlem_env.errors import ArtefactError
+
+
+def lock_folder(path: Path, refusal: str) -> int:
+    """Lock a folder by this file in it, until the descriptor is closed or the process ends, however it does.
+
+    Raises:
+        ArtefactError: with `refusal`: another process has the lock.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ArtefactError(refusal) from error
+    return lock
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -12,7 +12,6 @@ told of and left, and a new segment is begun.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import queue
@@ -27,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from hlem_env import mdp
-from hlem_env.errors import ArtefactError, require, require_number
+from hlem_env.errors import require, require_number
 from hlem_env.mdp import MdpConfig
 from hlem_env.telemetry import EpochStats
 from serving_bridge.control_loop import Entry
+from serving_bridge.durable import lock_folder
 from serving_bridge.log_parquet import compact, covered, has_parquet, parquet_files
 from serving_bridge.log_segments import (
     MAGIC,
@@ -122,7 +122,9 @@ class EpochLog:
         self.last_record: dict[str, Any] | None = None
         """The last epoch of the run before, as `EpochRecord.to_json` gave it; None without one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.folder)
+        self._lock = lock_folder(
+            self.folder / ".lock", f"{folder}: another process logs its epochs there"
+        )
         try:
             self._number = self._recover() + 1
         except BaseException:
@@ -353,17 +355,6 @@ def _segments(folder: Path) -> list[Path]:
 def _first(path: Path) -> int:
     """Number of a segment, or of the one that a Parquet file was."""
     return int(path.stem.split("-")[1])
-
-
-def _locked(folder: Path) -> int:
-    """A lock on the folder that ends with the process, as a file descriptor."""
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise ArtefactError(f"{folder}: another process logs its epochs there") from error
-    return lock
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,6 @@ while nothing has been written yet.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from hlem_env.errors import ArtefactError, HlemError, require
 from hlem_env.live.prefix_hash import prefix_hash
+from serving_bridge.durable import lock_folder
 
 Items = NDArray[np.int64]
 
@@ -102,7 +102,9 @@ class HistoryStore:
         self.folder, self.max_bytes = Path(folder), max_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self.folder / "data.mdb"
-        self._lock = _exclusive(self.folder)
+        self._lock = lock_folder(
+            self.folder / "owner.lock", f"{folder} is in use by another process"
+        )
         try:
             self._open()
         except BaseException:
@@ -285,17 +287,6 @@ class HistoryStore:
 
 def _record(data: bytes | None) -> StoredHistory | None:
     return None if data is None else StoredHistory(*_RECORD.unpack(data))
-
-
-def _exclusive(folder: Path) -> int:
-    """A lock on the folder that ends with the process, whatever ends it."""
-    lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise ArtefactError(f"{folder} is in use by another process") from error
-    return lock
 
 
 def _checked(folder: Path, data: bytes | None) -> int:
