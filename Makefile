@@ -74,6 +74,6 @@ $(STAMP): pyproject.toml constraints.txt $(if $(USABLE),,FORCE)
 	@echo "Setting up $(VENV) with $$("$(PYTHON)" --version 2>&1) (about a minute, longer where torch is downloaded)"
 	@rm -rf $(VENV)
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --no-warn-script-location \
 	  -c constraints.txt -e '.[baselines,cpu,dev,serve]'
 	@echo "$(CURDIR)" > $(STAMP)
