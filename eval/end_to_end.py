@@ -77,6 +77,8 @@ class Args:
     """wall; cpu: CPU time of the node's thread, so that others' work does not count; auto: cpu on a CPU"""
     report: bool = False
     """show what there is, measure nothing"""
+    share: tuple[int, int] = (1, 1)
+    """K N: one of N processes with the same records, a device each: every Nth piece from the Kth on"""
     commit: str = ""
     """of the code, where it is no checkout"""
     json: Path | None = None
@@ -308,7 +310,7 @@ def measure(bench: Bench, run_missing: bool) -> tuple[list[Run], list[Piece]]:
 
 def main(args: Args) -> int:
     """Measure what is missing, as far as time allows; show what there is."""
-    part = Slice(args.records, args.seconds, command("eval.end_to_end"), args.commit)
+    part = Slice(args.records, args.seconds, command("eval.end_to_end"), args.commit, args.share)
     bench = Bench(args, part)
     try:
         runs, missing = measure(bench, run_missing=not args.report)

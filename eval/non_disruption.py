@@ -72,6 +72,8 @@ class Args:
     """wall; cpu: CPU time of the node's thread, so that others' work does not count; auto: cpu on a CPU"""
     report: bool = False
     """show what there is, measure nothing"""
+    share: tuple[int, int] = (1, 1)
+    """K N: one of N processes with the same records, a device each: every Nth piece from the Kth on"""
     commit: str = ""
     """of the code, where it is no checkout"""
     json: Path | None = None
@@ -242,7 +244,9 @@ def main(args: Args) -> int:
     """Measure what is missing, as far as time allows; show what there is."""
     config = LiveConfig.load(args.preset)
     config = replace(config, epoch_seconds=min(config.epoch_seconds, 1.0), warmup_epochs=0)
-    part = Slice(args.records, args.seconds, command("eval.non_disruption"), args.commit)
+    part = Slice(
+        args.records, args.seconds, command("eval.non_disruption"), args.commit, args.share
+    )
     clock = args.clock if args.clock != "auto" else ("wall", "cpu")[config.device == "cpu"]
     count = -(-args.moves // (2 * args.rounds))
     piece_s = args.warm_s + args.window_s * (1 + 3 * len(ARMS) * len(STEPS_CENTI) * args.rounds)

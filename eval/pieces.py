@@ -1,20 +1,27 @@
 """Long measurements as many short pieces, each a file written at once: what is there is not run again.
 
 So a measurement of hours goes in slices of minutes, on machines that start bare each time, as long as
-the folder of its records travels with it.
+the folder of its records travels with it. Several processes, one a device, can share a folder: each runs
+its part of the pieces and waits for the others where it needs theirs.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hlem_env.errors import ArtefactError
+from hlem_env.errors import ArtefactError, require
 from hlem_env.machine import git_revision, write_result
+
+POLL_S = 0.5
+"""Between two looks for other processes' records."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,22 @@ class Slice:
         seconds: of this run, from now on.
         command: what goes into the records.
         commit: of the code; by default the checkout's.
+        share: (k, n): every nth piece from the kth on is this process's, the first being 1.
+
+    Raises:
+        ArgumentError: the share is none.
     """
 
-    def __init__(self, folder: Path, seconds: float, command: str, commit: str = "") -> None:
-        self.folder, self._command = folder, command
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float,
+        command: str,
+        commit: str = "",
+        share: tuple[int, int] = (1, 1),
+    ) -> None:
+        require(1 <= share[0] <= share[1], "share", share, "K N with K from 1 to N")
+        self.folder, self._command, self._share = folder, command, share
         self._end_s = time.monotonic() + seconds
         self._commit = commit or git_revision()
 
@@ -69,31 +88,52 @@ class Slice:
         write_result(self._file(name), self._command, {"commit": self._commit, **payload})
 
     def once(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """A piece's record, made if it is not there."""
+        """A piece's record, made if it is not there; other processes wait until it is."""
         if not self.has(name):
-            self.write(name, make())
+            with self._alone():
+                if not self.has(name):
+                    self.write(name, make())
         return self.read(name)
 
     def run(
         self, pieces: Sequence[Piece], execute: Callable[[Piece], Mapping[str, Any]]
     ) -> list[Piece]:
-        """Run what is missing, in order, while there is time for the next; returns what is left."""
-        missing = [piece for piece in pieces if not self.has(piece.name)]
-        while missing:
-            piece, total_s = missing[0], sum(piece.seconds for piece in missing)
+        """Run what is missing, in order, while there is time for the next; returns what is left.
+
+        With a share, it runs its own pieces, then waits for the others' as long as its time lasts.
+        """
+        mine = [p for p in pieces[self._share[0] - 1 :: self._share[1]] if not self.has(p.name)]
+        while mine:
+            piece, total_s = mine[0], sum(piece.seconds for piece in mine)
             print(
-                f"{len(pieces) - len(missing)} of {len(pieces)} pieces, {total_s / 60:.1f} minutes left"
-                f" in all, {self.left_s():.0f} s of this run; next {piece.name}",
+                f"{len(mine)} of {len(pieces)} pieces, {total_s / 60:.1f} minutes, left for this process,"
+                f" {self.left_s():.0f} s of this run; next {piece.name}",
                 flush=True,
             )
             if piece.seconds > self.left_s():
-                break
+                return self._missing(pieces)
             self.write(piece.name, execute(piece))
-            missing.pop(0)
-        return missing
+            mine.pop(0)
+        while self._missing(pieces) and self.left_s() > 0:
+            time.sleep(POLL_S)
+        return self._missing(pieces)
+
+    def _missing(self, pieces: Sequence[Piece]) -> list[Piece]:
+        return [piece for piece in pieces if not self.has(piece.name)]
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process is in here."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
 
 
 def time_left(missing: Sequence[Piece], slice_s: float, start_s: float) -> str:

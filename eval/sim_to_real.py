@@ -76,6 +76,8 @@ class Args:
     """scale it so that mean service times agree: what then differs is batching and queueing, not speed"""
     report: bool = False
     """compare what there is, measure nothing"""
+    share: tuple[int, int] = (1, 1)
+    """K N: one of N processes with the same records, a device each: every Nth piece from the Kth on"""
     commit: str = ""
     """of the code, where it is no checkout"""
     json: Path | None = None
@@ -281,7 +283,7 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
 def main(args: Args) -> int:
     """Measure what is missing; compare when all is there."""
     setting = Setting(args)
-    part = Slice(args.records, args.seconds, command("eval.sim_to_real"), args.commit)
+    part = Slice(args.records, args.seconds, command("eval.sim_to_real"), args.commit, args.share)
     pieces = [Piece(run.name, setting.piece_s) for run in setting.runs]
     missing = [piece for piece in pieces if not part.has(piece.name)]
     if missing and not args.report:
