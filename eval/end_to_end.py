@@ -27,6 +27,7 @@ from eval.end_to_end_plan import (
     static,
 )
 from eval.end_to_end_report import print_tables, report
+from eval.machine_state import MachineState
 from eval.pieces import Piece, Slice, time_left
 from eval.records import SATURATION
 from eval.sim_to_real import CLOCKS, START_S
@@ -138,9 +139,11 @@ class Bench:
         controller = make(run.allocation, self.mdp)
         stats: list[EpochStats] = []
         alphas: list[list[int]] = []
+        state, machine_state = MachineState(node), list[dict[str, Any]]()
         for epoch, _ in run_controller(runner, controller, epochs, run.seed):
             stats.append(epoch)
             alphas.append(runner.tick_alphas_centi)
+            machine_state.append(state.sample())
         return {
             "run": asdict(run),
             "load": load,
@@ -150,6 +153,7 @@ class Bench:
             "dataset": self.args.dataset,
             "workload_digest": workload.digest(),
             **figures(stats, alphas, self.config.slo_ms),
+            "machine_state": machine_state,
         }
 
     def scenario(self, run: Run, epochs: int, load: float) -> Scenario:
@@ -209,6 +213,7 @@ def figures(stats: list[EpochStats], alphas: list[list[int]], slo_ms: float) -> 
         "saturated": bool(whole.utilisation > SATURATION or whole.backlog > per_epoch),
         "epochs": {
             "p99_ms": [round(epoch.p99_ms, 3) for epoch in stats],
+            "qos": [round(epoch.qos(slo_ms), 5) for epoch in stats],
             "alpha": [round(epoch.alpha_target, 2) for epoch in stats],
             "hot_share": [round(epoch.hot_share, 4) for epoch in stats],
             "working_set": [round(epoch.working_set, 4) for epoch in stats],

@@ -7,11 +7,13 @@ the host's processor, its link to the device, or the device had become slow, or 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hlem_env.live.node import LiveNode
 
@@ -20,6 +22,28 @@ ROWS = 20_000
 SIDE = 2048
 """Of the square matrices that are multiplied."""
 TURNS = 20_000
+SLOW_HOST = 3.3
+"""Times its fastest: what `python_ms` is above while the host is slow. It varies by 2, as neighbours come and
+go; in the spells in which a node took several times as long for everything it was 3.7 to 5."""
+AFTER_EPOCHS = 2
+"""Epochs after a slow one in which its queue still shows."""
+
+
+def undisturbed(samples: Sequence[Sequence[Mapping[str, Any]]]) -> NDArray[np.bool_]:
+    """Epochs [n] in which the host was slow in none of the runs, nor shortly before.
+
+    Which they are depends on the host alone, so that leaving the others out favours no run.
+
+    Args:
+        samples: of runs over the same n epochs, one after each epoch.
+    """
+    python_ms = np.array([[sample["python_ms"] for sample in run] for run in samples])
+    slow = (python_ms > SLOW_HOST * python_ms.min()).any(axis=0)
+    near = slow.copy()
+    for later in range(1, AFTER_EPOCHS + 1):
+        near[later:] |= slow[:-later]
+    kept: NDArray[np.bool_] = ~near
+    return kept
 
 
 class MachineState:

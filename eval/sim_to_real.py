@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
-from eval.machine_state import MachineState
+from eval.machine_state import MachineState, undisturbed
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -276,8 +277,32 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
             now = now.slower(record["live"]["mean_service_ms"] / sim["mean_service_ms"])
             sim = setting.simulate(run, now, record["speed"])
-        found.append({"run": record["run"], "live": record["live"], "sim": sim})
+        kept = undisturbed_epochs(record)
+        both = {"live": without(kept, record["live"]), "sim": without(kept, sim)}
+        found.append({"run": record["run"], "epochs_left_out": int((~kept).sum()), **both})
     return found
+
+
+def undisturbed_epochs(record: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Epochs [n] in which the host was not slow; all where that is not known, or does not count."""
+    epochs = len(record["live"]["epoch_p99_ms"])
+    if record["clock"] == "cpu" or "machine_state" not in record:
+        return np.ones(epochs, np.bool_)
+    return undisturbed([record["machine_state"]])
+
+
+def without(kept: NDArray[np.bool_], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures with P99, service time and utilisation of the epochs that are kept, bool [n]."""
+    if kept.all():
+        return dict(figures)
+    times = {
+        name: float(np.array(figures[of])[kept].mean())
+        for name, of in (
+            ("p99_ms", "epoch_p99_ms"), ("mean_service_ms", "epoch_service_ms"),
+            ("utilisation", "epoch_utilisation"),
+        )
+    }  # fmt: skip
+    return {**figures, **times}
 
 
 def main(args: Args) -> int:

@@ -39,12 +39,16 @@ def test_every_repeat_has_a_burst() -> None:
         assert workload.path.burst.any() == (seed in seeds)
 
 
-def record(run: Run, p99_ms: float, saturated: bool = False) -> Mapping[str, Any]:
-    figures = dict.fromkeys(
-        ("p99_all_ms", "qos", "kv_hit", "emb_hit", "utilisation", "movement"), 0.5
-    )
-    return {"run": vars(run), "load": 1.0, "p99_ms": p99_ms, "saturated": saturated,
-            "epochs": {"alpha": [0.5]}, **figures}  # fmt: skip
+def record(
+    run: Run, p99_ms: float, saturated: bool = False, slow: tuple[int, ...] = ()
+) -> Mapping[str, Any]:
+    """Eight epochs; where the host is slow P99 is a hundred times as long."""
+    host = np.isin(np.arange(8), slow)
+    epochs = dict.fromkeys(("alpha", "qos", "kv_hit", "emb_hit", "utilisation"), [0.5] * 8)
+    epochs |= {"p99_ms": list(np.where(host, 100 * p99_ms, p99_ms)), "requests": [10] * 8}
+    state = [{"python_ms": 5.0 if late else 1.0} for late in host]
+    return {"run": vars(run), "load": 1.0, "clock": "wall", "saturated": saturated, "movement": 0.5,
+            "epochs": epochs, "machine_state": state}  # fmt: skip
 
 
 def test_ratios_are_paired_and_saturated_cells_have_none() -> None:
@@ -63,6 +67,19 @@ def test_ratios_are_paired_and_saturated_cells_have_none() -> None:
     assert rows["smart"]["over_best_static"]["value"] == pytest.approx(0.9)
     assert rows["smart"]["over_lru_design"]["high"] == pytest.approx(0.45)
     assert rows["ppo"]["over_best_static"] is None
+
+
+def test_epochs_with_a_slow_host_are_left_out_of_all_runs_of_the_same_requests() -> None:
+    records = [
+        record(Run("trend", "lru", "static-090", 1), 40.0, slow=(1,)),
+        record(Run("trend", "scan_resistant", "smart", 1), 20.0, slow=(6,)),
+        record(Run("trend", "scan_resistant", "smart", 2), 30.0),
+    ]
+    rows = {row["allocation"]: row for row in report(records, DESIGN)["rows"]}
+    assert rows["design point"]["p99_ms"] == [40.0]
+    assert rows["smart"]["p99_ms"] == [20.0, 30.0]
+    # The slow ones and the two after each.
+    assert rows["smart"]["epochs_left_out"] == [5, 0]
 
 
 @pytest.mark.usefixtures("one_thread")
