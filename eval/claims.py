@@ -140,7 +140,8 @@ def _end_to_end(regime: str, allocation: str, reference: str) -> Callable[[Value
             ):  # fmt: skip
                 if row[reference] is None:
                     return "saturated" if any(row["saturated"]) else MISSING
-                return f"{_interval(row[reference], 3)}, {len(row['seeds'])} repeats"
+                repeats = len(row["seeds"])
+                return f"{_interval(row[reference], 3)}, {repeats} repeat{'s' * (repeats != 1)}"
         return MISSING
 
     return figure
@@ -172,6 +173,7 @@ CLAIMS = (
     Claim("HSTU attention, 4 heads of 128", "bench_attention.json", _attention(4, 128)),
     Claim("Embedding lookups, a fifth resident, beside FBGEMM's cached TBE",
           "bench_embedding.json", _embedding("speedup_cached_0.2")),
+    Claim("The same, half resident", "bench_embedding_h200.json", _embedding("speedup_cached_0.5")),
     Claim("A request on a live node", "bench_node_h100.json", _service),
     Claim("A move of a tenth of the pool", "bench_node_h100.json", _move),
     Claim("Live node and surrogate on the same requests", "sim-to-real-h100.json", _agreement),
@@ -179,13 +181,15 @@ CLAIMS = (
     Claim("The same, mean service times matched run by run",
           "sim-to-real-cpu-small-matched.json", _agreement),
     Claim("Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
-          "end-to-end-h100.json", _end_to_end("trend", SMART, "over_lru_design")),
+          "end-to-end-h200.json", _end_to_end("trend", SMART, "over_lru_design")),
+    Claim("Live, Books, Trend: admission alone, scan-resistant KV with its design point over the same",
+          "end-to-end-h200.json", _end_to_end("trend", "design point", "over_lru_design")),
     Claim("Live, Books, Trend: over scan-resistant KV with the best static split",
-          "end-to-end-h100.json", _end_to_end("trend", SMART, "over_best_static")),
+          "end-to-end-h200.json", _end_to_end("trend", SMART, "over_best_static")),
     Claim("Live, Books, Burst: over plain LRU with its design point",
-          "end-to-end-h100.json", _end_to_end("burst", SMART, "over_lru_design")),
+          "end-to-end-h200.json", _end_to_end("burst", SMART, "over_lru_design")),
     Claim("Live, Books, Burst: over scan-resistant KV with the best static split",
-          "end-to-end-h100.json", _end_to_end("burst", SMART, "over_best_static")),
+          "end-to-end-h200.json", _end_to_end("burst", SMART, "over_best_static")),
     Claim("P99 in the second after a move of alpha, refill held by the token bucket",
           "non-disruption-h100.json", _non_disruption),
 )  # fmt: skip
