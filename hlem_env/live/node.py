@@ -353,6 +353,7 @@ class LiveNode:
 
         On a CPU nothing computes meanwhile, so that waiting requests would only wait longer.
         """
+        self.refill.forget_prefetch()
         if self.device.type == "cpu" or len(waiting) == 0:
             return
         some = waiting[: self.first_batch(waiting)]

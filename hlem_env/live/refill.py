@@ -217,8 +217,17 @@ class Refill:
         return torch.cuda.stream(self._stream)
 
     def prefetch(self, keys: Tensor) -> None:
-        """Fetch what is missing of the keys, int64 [n], of requests that wait."""
+        """Fetch what is missing of the keys, int64 [n], of requests that wait; older plans are dropped."""
+        self.forget_prefetch()
         self._plan(keys, prefetch=True)
+
+    def forget_prefetch(self) -> None:
+        """The requests planned for have been looked up: what has not begun would come too late.
+
+        Else plans queue up once they take longer than batches, and from then on every one comes too late: it
+        fetches rows that were evicted again since their lookup, and evicts others for them.
+        """
+        self._work[True].clear()
 
     def step(self, now: float, p99_ms: float | Callable[[], float] | None = None) -> int:
         """Publish what has arrived and begin what the budget allows; returns the chunks begun.

@@ -104,6 +104,24 @@ def test_prefetch_comes_first_and_evicts_no_rows_in_use(device: str) -> None:
     assert refill.prefetch_bytes == 102 * 64
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prefetch_that_would_come_too_late_is_dropped(device: str) -> None:
+    _, cache = make(2, device)  # 16 rows
+    refill = Refill(cache, chunk_rows=4, buffers=1)
+    refill.insert(torch.tensor([7], device=device))
+    refill.prefetch(torch.arange(100, 108, device=device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    refill.step(0.0)  # its first chunk is under way
+    refill.prefetch(torch.arange(200, 204, device=device))
+    run(refill)
+    held = [row for row in range(ROWS) if cache.contains(torch.tensor([row], device=device))]
+    assert held == [7, 100, 101, 102, 103, 200, 201, 202, 203]
+    refill.prefetch(torch.arange(300, 304, device=device))
+    refill.forget_prefetch()
+    assert refill.idle
+
+
 def test_a_refill_buffer_overwritten_before_its_copy_ran() -> None:
     # A link so slow that each chunk's copy runs many steps after it was begun.
     _, cache = make(50, gbps=64 * 10 / 5e-3 / 1e9)  # 10 rows take 5 ms
