@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from hlem_env.errors import ArtefactError, require, require_choice, require_number
 from hlem_env.live.attention import PagedKv, append_history, hstu_attention
+from hlem_env.live.layer_ops import layer_norm, silu_
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 QK_GAIN = 0.25
@@ -263,9 +264,8 @@ class Hstu(nn.Module):
         x = tokens + self.positions.index_select(0, batch.positions)
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, None if kv is None else kv._replace(layer=index))
-        x = functional.layer_norm(
+        x = layer_norm(
             x.index_select(0, batch.candidate_rows),
-            (config.dim,),
             self.norm_weight,
             self.norm_bias,
             config.norm_epsilon,
@@ -327,15 +327,15 @@ class _Layer(nn.Module):
         self.output = nn.Parameter(_rows(config.dim, width, OUTPUT_GAIN, generator))
 
     def forward(self, x: Tensor, batch: HstuBatch, kv: PagedKv | None) -> Tensor:
-        """[N, dim] to [N, dim]."""
+        """[N, dim], to which the layer adds in place."""
         config = self.config
         width = config.heads * config.head_dim
-        normed = functional.layer_norm(
-            x, (config.dim,), self.norm_weight, self.norm_bias, config.norm_epsilon
-        )
-        projected = functional.silu(functional.linear(normed, self.uvqk), inplace=True)
-        # Views: the kernels take strided rows.
-        u, v, q, k = projected.view(x.shape[0], 4, config.heads, config.head_dim).unbind(1)
+        normed = layer_norm(x, self.norm_weight, self.norm_bias, config.norm_epsilon)
+        projected = functional.linear(normed, self.uvqk)
+        # Views: the kernels take strided rows. SiLU of u is left to where u is read.
+        u, vqk = projected[:, :width], projected[:, width:]
+        silu_(vqk)
+        v, q, k = vqk.view(x.shape[0], 3, config.heads, config.head_dim).unbind(1)
         attended = hstu_attention(
             q,
             k,
@@ -348,14 +348,14 @@ class _Layer(nn.Module):
         )
         if kv is not None:
             append_history(k, v, batch.offsets, batch.candidates, kv, batch.max_new)
-        attended = functional.layer_norm(
+        gated = layer_norm(
             attended.flatten(1),
-            (width,),
             self.attention_norm_weight,
             self.attention_norm_bias,
             config.attention_norm_epsilon,
+            gate=u,
         )
-        return torch.addmm(x, attended.mul_(u.flatten(1)), self.output.t())
+        return x.addmm_(gated, self.output.t())
 
 
 def _rows(count: int, width: int, norm: float, generator: torch.Generator) -> Tensor:

@@ -11,13 +11,13 @@ Full recomputes without cached history take the kernel of `attention_hopper` whe
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hlem_env.live.kernels.common_triton import launch
 from hlem_env.live.paged_kv import PagedKv
 
 BLOCK_QUERIES = 128
@@ -56,7 +56,7 @@ def attend(
     splits = 1 if cache is None else _splits(q, tiles * heads * sequences, cache)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = out if splits == 1 else q.new_empty((splits, *q.shape), dtype=torch.float32)
-    _launch(
+    launch(
         _attend,
         (tiles, heads * sequences, splits),
         {"num_warps": 8 if head_dim == 128 else 4, "num_stages": STAGES},
@@ -68,7 +68,7 @@ def attend(
     )
     if splits > 1:
         elements = out.numel()
-        _launch(
+        launch(
             _add_parts,
             (triton.cdiv(elements, REDUCE_BLOCK), 1, 1),
             {},
@@ -86,7 +86,7 @@ def append(
 ) -> None:
     """See `attention.append_history`, which has checked the arguments."""
     width = k.shape[1] * k.shape[2]
-    _launch(
+    launch(
         _append,
         (triton.cdiv(max_new, APPEND_TOKENS), candidates.shape[0], 1),
         {},
@@ -110,41 +110,6 @@ def _sizes(cache: PagedKv | None) -> tuple[int, int, int]:
     if cache is None:
         return 1, 1, 0
     return cache.layers, cache.blocks_per_page, cache.blocks.shape[2]
-
-
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    options: dict[str, int],
-    tensors: tuple[Tensor, ...],
-    floats: tuple[float, ...],
-    strides: tuple[int, ...],
-    counts: tuple[int, ...],
-    constants: tuple[int, ...],
-) -> None:
-    """Run a kernel whose parameters come in this order, compiled once for all that it depends on.
-
-    Triton finds the compiled kernel anew at each launch, which takes the host longer than the device
-    takes for a request with cached history. `counts` are what the kernel is not specialised for.
-    """
-    key = (
-        id(kernel),
-        tensors[0].device.index,
-        *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
-        strides,
-        *[count < 2**31 for count in counts],
-        constants,
-        *options.values(),
-    )
-    arguments = (*tensors, *floats, *strides, *counts, *constants)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, **options)
-    else:
-        compiled[grid](*arguments)
 
 
 def _splits(q: Tensor, programs: int, cache: PagedKv) -> int:

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-"""What the cache's kernels share: how programs divide work and wait for one another, and launches.
+"""What kernels share: launches and, those of the cache, how programs divide work and wait for one another.
 
 A kernel that reads and writes the same cell has one element a thread at least, since Triton repeats
 loads in every warp otherwise.
@@ -99,6 +99,41 @@ class Launcher:
             programs, 1, 1, stream.cuda_stream, function, metadata, None, None, None,
             *numbers, *constants,
         )  # fmt: skip
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    options: dict[str, int],
+    tensors: tuple[Tensor, ...],
+    floats: tuple[float, ...],
+    strides: tuple[int, ...],
+    counts: tuple[int, ...],
+    constants: tuple[int, ...],
+) -> None:
+    """Run a kernel whose parameters come in this order, compiled once for all that it depends on.
+
+    Triton finds the compiled kernel anew at each launch, which takes the host longer than the device
+    takes for a request with cached history. `counts` are what the kernel is not specialised for.
+    """
+    key = (
+        id(kernel),
+        tensors[0].device.index,
+        *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors],
+        strides,
+        *[count < 2**31 for count in counts],
+        constants,
+        *options.values(),
+    )
+    arguments = (*tensors, *floats, *strides, *counts, *constants)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*arguments, **options)
+    else:
+        compiled[grid](*arguments)
 
 
 def span(programs: int) -> int:
