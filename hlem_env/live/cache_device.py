@@ -52,7 +52,7 @@ class DenseKernels:
         if predictor is not None:
             from hlem_env.live.kernels.rank_triton import Ranks
 
-            ranks: Any = Ranks(state.row_of, self.chain.next_of, state.counters, stream)
+            ranks: Any = Ranks(state.row_of, self.chain.next_of, stream)
             self.ranked = RankedBackgroundQueue(
                 state, self.chain, self.slots, ranks, stream, predictor, policy
             )

@@ -111,7 +111,7 @@ class RankedBackgroundQueue(BackgroundQueue):
         if self._origin_s is None:
             self._origin_s = now_s
         # float32 on the device: from the first lookup on, to be exact for longer.
-        self.chain.now_s = max(self.chain.now_s, now_s - self._origin_s)
+        self.chain.now_s = max(self.chain.now_s, float(now_s - self._origin_s))
         self._batch = batch
         if self._phase_over:
             self._begin_phase(batch)
@@ -158,16 +158,20 @@ class RankedBackgroundQueue(BackgroundQueue):
         return self._age * self._misses * SPARED_SHARE > capacity
 
     def _in_order(self, k: int, capacity: int, beside: bool) -> tuple[Tensor, Tensor, Tensor]:
-        if k == 0 or not self.predictions.usable:
-            self.fallbacks += k > 0
-            self._made_up_for = self._mispredicted
-            return super()._in_order(k, capacity, beside)
-        self.stream.wait_event(self._written)
-        if self._rule == laru.HF:
-            return self._held_back(*super()._in_order(k, capacity, beside))
-        return self._ranked(k, capacity, beside)
+        head = torch.zeros(4, dtype=torch.int32, device=self.state.stamp.device)
+        usable = k > 0 and self.predictions.usable
+        if usable:
+            self.stream.wait_event(self._written)
+        if usable and self._rule != laru.HF:
+            return *self._ranked(k, capacity, beside, head), head
+        slots, stamp, _ = super()._in_order(k, capacity, beside)
+        if usable:
+            return *self._held_back(slots, stamp), head
+        self.fallbacks += k > 0
+        self._made_up_for = self._mispredicted
+        return slots, stamp, head
 
-    def _ranked(self, k: int, capacity: int, beside: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _ranked(self, k: int, capacity: int, beside: bool, head: Tensor) -> tuple[Tensor, Tensor]:
         stamp = self.state.stamp.clone()  # lookups go on
         last, oldest = None, 0
         if self._rule == laru.LARU:
@@ -176,26 +180,24 @@ class RankedBackgroundQueue(BackgroundQueue):
                 last = self.slots.highest_of_lowest(candidates, beside, stamp)
             oldest = min(self._mispredicted - self._made_up_for, k)
             self._made_up_for += oldest
-        rank = self._ranks.ranks(
-            stamp, *self._moment(), last, self.chain.phase_start, self.builds + 1
-        )
+        start, number = self.chain.phase_start, self.builds + 1
+        rank = self._ranks.ranks(stamp, *self._moment(), last, start, number, head)
         if oldest:
             first = self.slots.lowest(oldest, beside, stamp).long()
             used = stamp[first]
             rank[first] = torch.where(used == FREE, used, recencies(used, self._batch))
-        slots, rank, head = self.slots.lowest_in_order(k, beside, rank)
+        slots, rank, _ = self.slots.lowest_in_order(k, beside, rank)
         if self._rule != laru.LARU:
-            return slots, stamp[slots], head
-        return *self._ranks.entries(slots, rank, stamp), head
+            return slots, stamp[slots]
+        entries: tuple[Tensor, Tensor] = self._ranks.entries(slots, rank, stamp)
+        return entries
 
-    def _held_back(
-        self, slots: Tensor, stamp: Tensor, head: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _held_back(self, slots: Tensor, stamp: Tensor) -> tuple[Tensor, Tensor]:
         expected = self.chain.next_of[self.state.row_of[slots]]
         farness = far(stamp, expected, *self._moment())
         farness = torch.where(stamp == FREE, torch.inf, farness)
         order = hold_back(farness, laru.HF - 1)
-        return slots[order], stamp[order], head
+        return slots[order], stamp[order]
 
     def _moment(self) -> tuple[float, float, int]:
         """Seconds now, seconds from one batch to the next, and the last batch."""

@@ -59,14 +59,14 @@ def far(stamp: Tensor, expected: Tensor, now_s: float, pace_s: float, batch: int
     """In how many seconds rows are expected, float32 [n]; as `ranks`, infinity where nothing is known."""
     used_s = now_s - (batch - stamp).clamp(min=0).float() * pace_s
     seconds = (torch.maximum(expected, used_s) - now_s).abs()
-    return seconds.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.nan_to_num(seconds, nan=torch.inf, posinf=torch.inf)
 
 
 def recencies(stamp: Tensor, batch: int) -> Tensor:
     """Numbers from 0, the least recent, below RECENCIES: int32 [n] for stamps, int32 [n]."""
     age = (batch - stamp).clamp(min=0).float()
-    coarse: Tensor = (age.view(torch.int32) >> 13) - (YOUNGEST - 1)
-    return (RECENCIES - 1 - coarse).clamp(max=RECENCIES - 1)
+    recency: Tensor = RECENCIES + YOUNGEST - 2 - (age.view(torch.int32) >> 13)
+    return recency.clamp(max=RECENCIES - 1)
 
 
 def entries(slots: Tensor, rank: Tensor) -> Tensor:

@@ -72,11 +72,11 @@ class NoEvent:
 class ModelChain:
     """`lookup_triton.Chain`."""
 
-    def __init__(self, state: CacheState, tables: HostTables) -> None:
-        self.state, self.tables = state, tables
+    def __init__(self, state: CacheState, tables: HostTables, ranked: bool) -> None:
+        self.state, self.tables, self.ranked = state, tables, ranked
         self.queue_slot = torch.empty(0, dtype=torch.int32)
         self.queue_score = state.stamp[:0]
-        self.queue_head = torch.zeros(1, dtype=torch.int32)
+        self.queue_head = torch.zeros(4, dtype=torch.int32)
         self.queue_number = self.given = 0
         self.audit = False
         self.next_of = torch.zeros(tables.n_rows + 1)
@@ -93,7 +93,8 @@ class ModelChain:
         counters[MISSED] += (slots < 0).sum()
         counters[UNIQUE] += len(rows)
         counters[LAST_UNIQUE] = len(rows)
-        self._judge_batch()
+        if self.ranked:
+            self._judge_batch()
         slot = self.queue_slot ^ (self.queue_slot >> 31)
         valid = state.stamp[slot] == self.queue_score
         victims = self.queue_slot[valid & (state.stamp[slot] < batch)][: len(rows)]
@@ -117,6 +118,7 @@ class ModelChain:
         else:
             counters[DISTRUSTED] += counters[MISPREDICTED] > counters[MISPREDICTED_BEFORE]
         counters[MISPREDICTED_BEFORE] = counters[MISPREDICTED]
+        counters[RECENT], counters[RECENT_OF] = self.queue_head[1], self.queue_head[2]
 
     def _place(self, rows: Tensor, victims: Tensor, batch: int) -> None:
         state, counters = self.state, self.state.counters
@@ -184,10 +186,9 @@ class ModelRanks:
         last: Tensor | None,
         start: int,
         number: int,
+        head: Tensor,
     ) -> Tensor:
-        counters = self.state.counters
-        counters[RECENT] = ((stamp >= start) & (stamp < FOREIGN)).sum()
-        counters[RECENT_OF] = number
+        head[1], head[2] = ((stamp >= start) & (stamp < FOREIGN)).sum(), number
         expected = self.chain.next_of[self.state.row_of]
         return slot_ranks.ranks(stamp, expected, now_s, pace_s, batch, last)
 
@@ -208,7 +209,7 @@ class ModelKernels:
         policy: str,
         predictor: Predictor | None,
     ) -> None:
-        self.chain = ModelChain(state, tables)
+        self.chain = ModelChain(state, tables, predictor is not None)
         self.slots = ModelSlots(state, rows_per_page)
         self.ranked = None
         if predictor is not None:

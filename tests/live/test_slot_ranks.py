@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hlem_env.live import slot_ranks
-from hlem_env.live.cache_state import COUNTERS, FOREIGN, FREE, RECENT, RECENT_OF
+from hlem_env.live.cache_state import FOREIGN, FREE
 
 BATCH = 1800
 
@@ -79,19 +79,16 @@ def test_ranks_on_a_gpu_are_the_same(last: int | None) -> None:
     next_of = torch.empty(n + 1)
     next_of[row_of] = times
     held = (stamp >= 0) & (stamp < FOREIGN)
-    counters = torch.zeros(COUNTERS, dtype=torch.int64, device="cuda")
-    ranks = Ranks(
-        torch.where(held, row_of, -1).cuda(), next_of.cuda(), counters, torch.cuda.current_stream()
-    )
+    ranks = Ranks(torch.where(held, row_of, -1).cuda(), next_of.cuda(), torch.cuda.current_stream())
     limit = None if last is None else torch.tensor(last, dtype=torch.int32)
     expected = slot_ranks.ranks(stamp, times, 90.0, 0.05, BATCH, limit)
     for number in (6, 7):  # the second launch does without Triton's look at the arguments
-        rank = ranks.ranks(
-            stamp.cuda(), 90.0, 0.05, BATCH, None if limit is None else limit.cuda(), 1700, number
-        )
+        head = torch.zeros(4, dtype=torch.int32, device="cuda")
+        there = None if limit is None else limit.cuda()
+        rank = ranks.ranks(stamp.cuda(), 90.0, 0.05, BATCH, there, 1700, number, head)
         assert torch.equal(rank.cpu(), expected)
-        assert counters[RECENT] == ((stamp >= 1700) & (stamp < FOREIGN)).sum()
-        assert counters[RECENT_OF] == number
+        recent = (stamp >= 1700) & (stamp < FOREIGN)
+        assert head.tolist() == [0, int(recent.sum()), number, 0]
         some = torch.nonzero(held)[:, 0].int()
         entries, scores = ranks.entries(some.cuda(), rank[some.long().cuda()], stamp.cuda())
         assert torch.equal(entries.cpu(), slot_ranks.entries(some, expected[some]))

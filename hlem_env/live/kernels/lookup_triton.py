@@ -213,7 +213,7 @@ class Chain:
         self.sizes = torch.zeros(2, SIZES, dtype=torch.int32, device=device)
         self.queue_slot = torch.empty(0, dtype=torch.int32, device=device)
         self.queue_score = state.score[:0]
-        self.queue_head = torch.zeros(1, dtype=torch.int32, device=device)
+        self.queue_head = torch.zeros(4, dtype=torch.int32, device=device)
         self.queue_number = 0
         """Of the queue in use."""
         self.given = 0

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hlem_env.live.cache_state import FOREIGN, FREE, RECENT, RECENT_OF
+from hlem_env.live.cache_state import FOREIGN, FREE
 from hlem_env.live.kernels.common_triton import Launcher, blocks
 from hlem_env.live.slot_ranks import (
     INFINITY,
@@ -23,8 +23,6 @@ BLOCK = 1024
 
 _FREE = tl.constexpr(FREE)
 _FOREIGN = tl.constexpr(FOREIGN)
-_RECENT = tl.constexpr(RECENT)
-_RECENT_OF = tl.constexpr(RECENT_OF)
 _INFINITY = tl.constexpr(INFINITY)
 _OTHERS = tl.constexpr(OTHERS)
 _PREDICTED = tl.constexpr(PREDICTED)
@@ -35,7 +33,7 @@ _YOUNGEST = tl.constexpr(YOUNGEST)
 
 @triton.jit(do_not_specialize=["n", "batch", "start", "number"])
 def _rank(
-    stamp, row_of, next_of, last, rank, counters, n, now_s, pace_s, batch, start, number,
+    stamp, row_of, next_of, last, rank, head, n, now_s, pace_s, batch, start, number,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`slot_ranks.ranks`, and how many slots were used from the batch `start` on."""
@@ -56,9 +54,9 @@ def _rank(
     value = tl.where((used == _FREE) | (used == _FOREIGN), used, value)
     tl.store(rank + i, value, mask=i < n)
     seen = (used >= start) & (used < _FOREIGN)
-    tl.atomic_add(counters + _RECENT, tl.sum(seen.to(tl.int64)), sem="relaxed")
+    tl.atomic_add(head + 1, tl.sum(seen.to(tl.int32)), sem="relaxed")
     if tl.program_id(0) == 0:
-        tl.store(counters + _RECENT_OF, number.to(tl.int64))
+        tl.store(head + 2, number)
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -78,14 +76,11 @@ class Ranks:
     Args:
         row_of: int64 [slots], -1 where no row is.
         next_of: float32 [n_rows + 1], when a row is expected next, in seconds.
-        counters: of the cache: RECENT and RECENT_OF are set here.
         stream: of all its work; whoever calls has made it the current one.
     """
 
-    def __init__(
-        self, row_of: Tensor, next_of: Tensor, counters: Tensor, stream: torch.cuda.Stream
-    ) -> None:
-        self.row_of, self.next_of, self.counters, self.stream = row_of, next_of, counters, stream
+    def __init__(self, row_of: Tensor, next_of: Tensor, stream: torch.cuda.Stream) -> None:
+        self.row_of, self.next_of, self.stream = row_of, next_of, stream
         self._launch = Launcher()
         self._all = torch.full((1,), FOREIGN, dtype=torch.int32, device=row_of.device)
 
@@ -98,6 +93,7 @@ class Ranks:
         last: Tensor | None,
         start: int,
         number: int,
+        head: Tensor,
     ) -> Tensor:
         """See `slot_ranks.ranks`.
 
@@ -108,14 +104,14 @@ class Ranks:
             batch: see there.
             last: see there.
             start: slots with a stamp from here on are counted.
-            number: of this count.
+            number: of the queue.
+            head: int32 [4], zeros: the count is put in its second place, the number in its third.
         """
         rank = torch.empty_like(stamp)
-        self.counters[RECENT : RECENT + 1].zero_()
         self._launch(
             self.stream, _rank, blocks(len(stamp), BLOCK),
             (stamp, self.row_of, self.next_of, self._all if last is None else last, rank,
-             self.counters, len(stamp), now_s, pace_s, batch, start, number),
+             head, len(stamp), now_s, pace_s, batch, start, number),
             (BLOCK,), {},
         )  # fmt: skip
         return rank

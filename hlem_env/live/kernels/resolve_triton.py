@@ -28,6 +28,8 @@ from hlem_env.live.cache_state import (
     MISSED,
     PHASE,
     QUEUE_NUMBER,
+    RECENT,
+    RECENT_OF,
     UNIQUE,
     VALID_UNTIL,
     WARMED,
@@ -53,6 +55,8 @@ _MISPREDICTED_BEFORE = tl.constexpr(MISPREDICTED_BEFORE)
 _DISTRUSTED = tl.constexpr(DISTRUSTED)
 _LEFT = tl.constexpr(LEFT)
 _PHASE = tl.constexpr(PHASE)
+_RECENT = tl.constexpr(RECENT)
+_RECENT_OF = tl.constexpr(RECENT_OF)
 _SIZES = tl.constexpr(SIZES)
 _N_MISSED = tl.constexpr(N_MISSED)
 _N_REPEATS = tl.constexpr(N_REPEATS)
@@ -319,8 +323,13 @@ def _account(counters, sizes, missed, unique, LOOKUP: tl.constexpr):
 
 
 @triton.jit
-def _judge_batch(counters, phase):
-    """Count the batch before, if it had mispredicted rows; a new phase starts at 0."""
+def _judge_batch(counters, queue_head, phase):
+    """Count the batch before, if it had mispredicted rows; a new phase starts at 0.
+
+    And hand on how many rows of the phase were resident when the queue was begun, and its number.
+    """
+    tl.store(counters + _RECENT, tl.load(queue_head + 1).to(tl.int64))
+    tl.store(counters + _RECENT_OF, tl.load(queue_head + 2).to(tl.int64))
     wrong = tl.load(counters + _MISPREDICTED)
     if tl.load(counters + _PHASE) != phase:
         tl.store(counters + _PHASE, phase.to(tl.int64))
@@ -354,7 +363,7 @@ def resolve(
                 tl.store(counters + _VALID_UNTIL, given)
                 tl.store(counters + _QUEUE_NUMBER, number.to(tl.int64))
         if RANKED:
-            _judge_batch(counters, phase)
+            _judge_batch(counters, queue_head, phase)
     if total > 0:
         _claim(
             keys, slot_of, bitmap, sketch, missed, repeats, sizes, weight, cells, BLOCK,
