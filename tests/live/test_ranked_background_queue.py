@@ -17,10 +17,13 @@ from hlem_env.eviction import laru
 from hlem_env.eviction.predictor import GivenGaps
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.node import LiveNode
 from hlem_env.live.pool import Owner, Pool
 from hlem_env.live.ranked_background_queue import RankedBackgroundQueue
+from hlem_env.workload.requests import Requests
 from tests.live.dense_model import model_cache, without_device
 from tests.live.embedding_model import contents
+from tests.live.test_given_items import CUDA
 
 ROWS = 6000
 PAGE_ROWS = 8
@@ -298,3 +301,24 @@ def test_nothing_waits_for_the_gpu(policy: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     cache.close()
+
+
+@pytest.mark.gpu
+def test_a_live_node_on_a_gpu_takes_it_by_name() -> None:
+    pytest.importorskip("lightgbm")
+    node = LiveNode(CUDA, row_policy="laru")
+    scores = []
+    for _ in range(2):
+        node.reset(0)
+        node.move(2)  # 20,480 rows for 400,000
+        for visit in range(12):
+            users, lengths = 4 * visit + np.arange(4), np.full(4, 900)
+            requests = Requests(np.zeros(4), users, lengths, lengths)
+            scores.append(node.execute(requests, requests[:0], 0.1 * visit).scores.float())
+        node.embedding.wait_for_predictions()
+        counters = node.embedding.counters()
+        assert counters.evicted > 0 and counters.inserted == counters.unique_misses
+    first, second = torch.cat(scores[:12]), torch.cat(scores[12:])
+    assert (first - second).norm() < 2e-2 * first.norm()
+    assert queue_of(node.embedding).predictions.dropped < 12
+    node.close()
