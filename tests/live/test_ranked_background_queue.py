@@ -49,6 +49,7 @@ def make(policy: str, gaps: Gaps | None, device: str = "cpu", pages: int = 75) -
 
 
 may_answer = threading.Event()
+may_answer.set()
 
 
 def late(gaps: Gaps) -> Gaps:
@@ -209,13 +210,15 @@ def test_a_predictor_that_is_not_usable_makes_it_lru_and_is_counted(
 def test_what_is_not_predicted_goes_by_recency(monkeypatch: pytest.MonkeyPatch) -> None:
     """The predictor never says anything; batches are dropped and counted."""
     ranked = make("fpb", lambda rows, times: np.ones(rows.size))
-    monkeypatch.setattr(queue_of(ranked).predictions, "_asked", _Full())
     plain = make("lru", None)
-    for t, keys in enumerate(batches(30)):
-        for cache in (ranked, plain):
-            assert torch.equal(cache.lookup(keys, float(t)), TABLES.rows[keys])
-        assert contents(ranked) == contents(plain)
-    assert queue_of(ranked).predictions.dropped == 30
+    with monkeypatch.context() as patched:
+        patched.setattr(queue_of(ranked).predictions, "_asked", _Full())
+        for t, keys in enumerate(batches(30)):
+            for cache in (ranked, plain):
+                assert torch.equal(cache.lookup(keys, float(t)), TABLES.rows[keys])
+            assert contents(ranked) == contents(plain)
+        assert queue_of(ranked).predictions.dropped == 30
+    ranked.close()
 
 
 class _Full:
