@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ def main(args: Args) -> int:
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     print(f"{gpu or machine()['cpu']}, torch {torch.__version__}")
     tables = HostTables(args.tables, args.rows, DIM, torch.float32, args.seed, args.device)
-    batches = {bags: draw_batches(args, bags) for bags in args.batch}
+    with ThreadPoolExecutor() as threads:
+        drawn = threads.map(lambda bags: draw_batches(args, bags), args.batch)
+        batches = dict(zip(args.batch, drawn, strict=True))
     gaps, predictor_ms = predictions(args, batches)
     lines: list[dict[str, Any]] = []
     errors: dict[int, dict[str, float]] = {}
