@@ -12,16 +12,20 @@ the predictor took for a batch is given beside. `true` knows the batch of each r
 `learned` is the online predictor with the four features of rows, `timeless` the same without the time,
 `crippled` is `learned` with a window of 100 samples instead of 20,000.
 
-On CUDA all policies run on the set-associative index, whose lookups are the reference in PyTorch: the
-kernels of the dense index do not rank. LRU on those kernels is a line of its own. On a CPU missing
+On CUDA the dense index and its kernels serve, and latency is the time until the sums are there, whatever
+is sorted beside for later batches; that shows in the throughput. LRU and LARU with true predictions stand
+there on the set-associative index, too, whose lookups are the reference in PyTorch. On a CPU missing
 rows take as long as they would on an emulated link. FBGEMM's table-batched embedding stands beside
 where it fits the installed torch, on CUDA with a cache of the same share, on a CPU over whole tables.
+
+Where there is a CUDA device the sizes are larger by default.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.sls_batches import SOURCES, Batch, Gaps, draw_batches, error, predictions
+from eval.sls_batches import (
+    SOURCES,
+    Batch,
+    Gaps,
+    draw_batches,
+    error,
+    label_window,
+    predictions,
+    warm_batches,
+)
 from hlem_env.command_line import run_command
 from hlem_env.errors import BackendError, require
 from hlem_env.eviction.predictor import GivenGaps
@@ -40,6 +53,7 @@ from hlem_env.live.host_tables import HostTables
 from hlem_env.live.pool import Owner, Pool
 from hlem_env.machine import command, machine, write_result
 
+GPU = torch.cuda.is_available()
 DIM = 128
 PAGE_BYTES = 2**16
 TURNS = 4
@@ -60,15 +74,15 @@ class Args:
 
     json: Path | None = None
     """file for the figures"""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = "cuda" if GPU else "cpu"
     """cpu or cuda"""
-    batch: tuple[int, ...] = (128, 512)
+    batch: tuple[int, ...] = (128, 512, 4096) if GPU else (128, 512)
     """bags of a table in a batch"""
     pooling: int = 10
     """rows of a bag on average; lengths are uniform from 1 to twice that less 1"""
-    tables: int = 4
+    tables: int = 8 if GPU else 4
     """tables"""
-    rows: int = 50_000
+    rows: int = 1_000_000 if GPU else 50_000
     """rows of a table, 128 floats each"""
     zipf: float = 0.9
     """exponent of the rows' popularity"""
@@ -77,8 +91,10 @@ class Args:
     share: float = 0.1
     """of the rows that fit in the cache"""
     warm: int = 30
-    """batches before the timed ones"""
-    batches: int = 40
+    """batches before the timed ones, at least"""
+    warm_keys: float = 5.0 if GPU else 0.0
+    """keys before the timed ones for each row that fits in the cache, at least"""
+    batches: int = 30 if GPU else 40
     """timed one at a time, and as many in a row"""
     link_gbps: float = 10.0
     """of the emulated link, on a CPU"""
@@ -93,6 +109,7 @@ class Args:
         require(self.pooling >= 1, "pooling", self.pooling, "1 or more")
         require(0 <= self.drift <= 1, "drift", self.drift, "0 to 1")
         require(0 < self.share <= 1, "share", self.share, "above 0, at most 1")
+        require(self.warm_keys >= 0, "warm_keys", self.warm_keys, "0 or more")
         require(self.threads >= 1, "threads", self.threads, "1 or more")
         require(self.batches >= 2, "batches", self.batches, "2 or more")
 
@@ -104,28 +121,32 @@ def main(args: Args) -> int:
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     print(f"{gpu or machine()['cpu']}, torch {torch.__version__}")
     tables = HostTables(args.tables, args.rows, DIM, torch.float32, args.seed, args.device)
+    with ThreadPoolExecutor() as threads:
+        drawn = threads.map(lambda bags: draw_batches(args, bags), args.batch)
+        batches = dict(zip(args.batch, drawn, strict=True))
+    gaps, predictor_ms = predictions(args, batches)
     lines: list[dict[str, Any]] = []
-    predictor_ms: dict[str, dict[str, float]] = {}
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[int, dict[str, float]] = {}
     for bags in args.batch:
-        batches = draw_batches(args, bags)
-        gaps, predictor_ms[str(bags)] = predictions(batches)
-        errors[str(bags)] = {
-            source: round(error(gaps[source], gaps["true"], args.warm), 3) for source in SOURCES
+        true, window, first = gaps[bags]["true"], label_window(args, bags), warm_batches(args, bags)
+        errors[bags] = {
+            source: round(error(gaps[bags][source], true, first, window), 3) for source in SOURCES
         }
-        lines += measured(args, tables, bags, batches, gaps)
+        lines += measured(args, tables, bags, batches[bags], gaps[bags])
     show(lines, predictor_ms)
     for size, of_sources in errors.items():
         print(f"error of the log gaps, {size} bags a table: {of_sources}")
     if args.json is not None:
         arguments = {name: value for name, value in vars(args).items() if name != "json"}
-        path = "PyTorch reference, set-associative index" if gpu else "PyTorch reference, CPU"
+        path = "kernels of the dense index, CUDA" if gpu else "PyTorch reference, CPU"
         payload = {
             "gpu": gpu,
             "path": path,
             "link": None if gpu else f"emulated, {args.link_gbps} GB/s",
             "arguments": arguments,
             "lines": lines,
+            "warm_batches": {bags: warm_batches(args, bags) for bags in args.batch},
+            "label_window": {bags: label_window(args, bags) for bags in args.batch},
             "predictor_ms_a_batch": predictor_ms,
             "error_of_log_gaps": errors,
             "paper": PAPER,
@@ -146,23 +167,27 @@ def measured(
         print(f"FBGEMM not timed: {error}")
     right = dict.fromkeys(serves, True)
     latency: dict[Name, list[float]] = {name: [] for name in serves}
-    single = batches[: args.warm + args.batches]
-    begun = {}
-    for t, batch in enumerate(single):
-        if t == args.warm:
-            begun = {name: cache.counters() for name, cache in caches.items()}
+    warm = warm_batches(args, bags)
+    for t, batch in enumerate(batches[:warm]):
+        on_device = batch.to(args.device)
+        for serve in serves.values():
+            serve(on_device, float(t))
+        for cache in caches.values():
+            cache.wait_for_predictions()
+    begun = {name: cache.counters() for name, cache in caches.items()}
+    single = batches[: warm + args.batches]
+    for t, batch in enumerate(single[warm:], warm):
         on_device = batch.to(args.device)
         expected = on_device.sums(tables.expected(on_device.keys))
         for name, serve in serves.items():
             milliseconds, out = timed(args, serve, on_device, float(t))
             right[name] &= bool(torch.allclose(out, expected, atol=1e-4))
-            if t >= args.warm:
-                latency[name].append(milliseconds)
+            latency[name].append(milliseconds)
             if name in caches:
                 caches[name].wait_for_predictions()
     hits = {name: cache.counters() - begun[name] for name, cache in caches.items()}
     last = [batch.to(args.device) for batch in batches[len(single) :]]
-    seconds = in_a_row(args, serves, last, float(len(single)))
+    seconds = in_a_row(args, serves, caches, last, float(len(single)))
     result = []
     for name in serves:
         line: dict[str, Any] = {
@@ -195,18 +220,20 @@ def against_lru(lines: list[dict[str, Any]]) -> None:
 def made_caches(
     args: Args, tables: HostTables, gaps: dict[str, Gaps]
 ) -> dict[Name, EmbeddingCache]:
-    """A cache a policy and predictor; on CUDA also LRU with the kernels of the dense index."""
+    """A cache a policy and predictor; on CUDA also two whose lookups are the reference."""
     made: dict[Name, EmbeddingCache] = {("lru", None): cache_of(args, tables, "lru", None)}
     for source in SOURCES:
         for policy in ("hf", "fpb", "laru"):
             made[policy, source] = cache_of(args, tables, policy, gaps[source])
     if args.device == "cuda":
-        made["lru, dense kernels", None] = cache_of(args, tables, "lru", None, "dense")
+        index = "set_associative"
+        made["lru, reference", None] = cache_of(args, tables, "lru", None, index)
+        made["laru, reference", "true"] = cache_of(args, tables, "laru", gaps["true"], index)
     return made
 
 
 def cache_of(
-    args: Args, tables: HostTables, policy: str, gaps: Gaps | None, index: str = "set_associative"
+    args: Args, tables: HostTables, policy: str, gaps: Gaps | None, index: str = "dense"
 ) -> EmbeddingCache:
     """A cache of `share` of the rows; time is the batch's number."""
     pages = max(round(args.share * tables.n_rows * tables.row_bytes / PAGE_BYTES), 1)
@@ -215,7 +242,7 @@ def cache_of(
         pool,
         tables,
         policy,
-        index if args.device == "cuda" else "dense",
+        index,
         emulated_link_gbps=args.link_gbps if args.device == "cpu" else None,
         predictor=None if gaps is None else GivenGaps(gaps),
     )
@@ -245,16 +272,21 @@ def beside(args: Args, tables: HostTables) -> Serve:
 
 
 def timed(args: Args, serve: Serve, batch: Batch, now: float) -> tuple[float, Tensor]:
-    """Milliseconds from an idle device to an idle device, and the sums."""
+    """Milliseconds from an idle device until the sums are there, and the sums."""
     wait_for(args)
     began = time.perf_counter()
     out = serve(batch, now)
-    wait_for(args)
+    if args.device == "cuda":
+        torch.cuda.current_stream().synchronize()
     return (time.perf_counter() - began) * 1e3, out
 
 
 def in_a_row(
-    args: Args, serves: dict[Name, Serve], batches: list[Batch], now: float
+    args: Args,
+    serves: dict[Name, Serve],
+    caches: dict[Name, EmbeddingCache],
+    batches: list[Batch],
+    now: float,
 ) -> dict[Name, float]:
     """Seconds for all batches, in turns of a few; a ranked cache may be behind with its predictions."""
     seconds = dict.fromkeys(serves, 0.0)
@@ -267,6 +299,8 @@ def in_a_row(
                 serve(batch, now + i)
             wait_for(args)
             seconds[name] += time.perf_counter() - began
+            if name in caches:
+                caches[name].wait_for_predictions()
     return seconds
 
 
@@ -276,7 +310,7 @@ def wait_for(args: Args) -> None:
         torch.cuda.synchronize()
 
 
-def show(lines: list[dict[str, Any]], predictor_ms: dict[str, dict[str, float]]) -> None:
+def show(lines: list[dict[str, Any]], predictor_ms: dict[int, dict[str, float]]) -> None:
     """The table."""
     print(f"{'bags':>5} {'policy':<20}{'predictions':<13}{'hits':>7}{'median ms':>11}{'P99':>9}")
     print(f"{'':>5} {'bags/s; latency lower and throughput higher than LRU, percent':<60}")

@@ -58,7 +58,7 @@ class Args:
     kv_policy: str = "scan_resistant"
     """or lru, laru, hf, fpb"""
     row_policy: str = "lru"
-    """of the embedding cache; or scan_resistant, or on a CPU laru"""
+    """of the embedding cache; or scan_resistant, laru, hf, fpb"""
     json: Path | None = None
     """file for the figures"""
     plot: Path | None = None

@@ -6,7 +6,9 @@ hands. Time is the number of the batch: a row that stands in a batch several tim
 
 from __future__ import annotations
 
+import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,13 +24,11 @@ from hlem_env.eviction.protocol import Keys
 
 SOURCES = ("true", "learned", "timeless", "crippled")
 LABEL_WINDOW = 30.0
-"""Batches."""
-SCHEDULES = {
-    "learned": Schedule(every=20_000),
-    "timeless": Schedule(every=20_000),
-    "crippled": Schedule(window=100, every=20_000),
-}
-"""Trained on the latest 20,000 samples, and on 100; at most once for 20,000 new ones."""
+"""Batches, at least."""
+KEYS_OF_A_LIFE = 6
+"""Keys looked up for each slot of the cache before a row has most probably gone, and some more."""
+SAMPLES = {"learned": 20_000, "timeless": 20_000, "crippled": 100}
+"""Latest samples that a predictor is trained on, at most once for 20,000 new ones."""
 TIME = 0
 """Column of the time among the features of rows."""
 
@@ -41,9 +41,28 @@ class Drawn(Protocol):
     rows: int
     zipf: float
     drift: float
+    share: float
     warm: int
+    warm_keys: float
     batches: int
     seed: int
+
+
+def slots(args: Drawn) -> int:
+    """Rows that fit in the cache, about."""
+    return max(round(args.share * args.tables * args.rows), 1)
+
+
+def warm_batches(args: Drawn, bags: int) -> int:
+    """Batches before the timed ones, with so many bags of each table."""
+    keys = bags * args.tables * args.pooling
+    return max(args.warm, math.ceil(args.warm_keys * slots(args) / keys))
+
+
+def label_window(args: Drawn, bags: int) -> float:
+    """Batches until a predictor is told that a row was not requested again."""
+    keys = bags * args.tables * args.pooling
+    return max(LABEL_WINDOW, round(KEYS_OF_A_LIFE * slots(args) / keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +83,8 @@ class Batch:
     def sums(self, values: Tensor) -> Tensor:
         """Values [n, dim] summed by bag: [tables * bags, dim]."""
         lengths = self.offsets.diff()
-        out: Tensor = torch.segment_reduce(values, "sum", lengths=lengths, axis=0)
+        # A check of the lengths would wait for the device.
+        out: Tensor = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
         return out
 
 
@@ -95,7 +115,7 @@ def draw_batches(args: Drawn, bags: int) -> list[Batch]:
     order = np.stack([rng.permutation(args.rows) for _ in range(args.tables)])
     first = np.arange(args.tables) * args.rows
     batches = []
-    for _ in range(args.warm + 2 * args.batches):
+    for _ in range(warm_batches(args, bags) + 2 * args.batches):
         lengths = rng.integers(1, 2 * args.pooling, (args.tables, bags))
         table = np.repeat(np.arange(args.tables), lengths.sum(1))
         ranks = np.minimum(np.searchsorted(cumulative, rng.random(table.size)), args.rows - 1)
@@ -108,20 +128,50 @@ def draw_batches(args: Drawn, bags: int) -> list[Batch]:
     return batches
 
 
-def predictions(batches: list[Batch]) -> tuple[dict[str, Gaps], dict[str, float]]:
-    """Gaps of each source, and the milliseconds a batch of those that learn, training included."""
-    rows = [np.unique(batch.keys.numpy()) for batch in batches]
-    found = {"true": true_gaps(rows)}
-    times = {}
-    for name, schedule in SCHEDULES.items():
-        train = without_time(schedule) if name == "timeless" else None
-        predictor = OnlinePredictor(LABEL_WINDOW, "rows", schedule, background=False, train=train)
-        found[name] = Gaps()
-        began = time.thread_time()
-        for t, some in enumerate(rows):
-            found[name].append(some, predictor.access(some, np.full(some.size, float(t))))
-        times[name] = round(1e3 * (time.thread_time() - began) / len(rows), 2)
-    return found, times
+def predictions(
+    args: Drawn, batches: dict[int, list[Batch]]
+) -> tuple[dict[int, dict[str, Gaps]], dict[int, dict[str, float]]]:
+    """For batches by their bags: the gaps of each source, and milliseconds a batch, training included.
+
+    A thread each; the milliseconds are its own.
+    """
+    rows = {
+        bags: [np.unique(batch.keys.numpy()) for batch in some] for bags, some in batches.items()
+    }
+    gaps = {bags: {"true": true_gaps(some)} for bags, some in rows.items()}
+    times: dict[int, dict[str, float]] = {bags: {} for bags in rows}
+    with ThreadPoolExecutor() as threads:
+        made = {
+            (bags, source): threads.submit(learned_gaps, args, bags, source, some)
+            for bags, some in rows.items()
+            for source in SAMPLES
+        }
+        for (bags, source), future in made.items():
+            gaps[bags][source], times[bags][source] = future.result()
+    return gaps, times
+
+
+def learned_gaps(args: Drawn, bags: int, source: str, rows: list[Keys]) -> tuple[Gaps, float]:
+    """What a predictor says of each batch's rows when it has seen those before; milliseconds a batch."""
+    held = slots(args)
+    schedule = Schedule(
+        window=SAMPLES[source], every=20_000, waiting=max(Schedule.waiting, power_of_two(8 * held))
+    )
+    predictor = OnlinePredictor(
+        label_window(args, bags), "rows", schedule, background=False,
+        cells=max(2**20, power_of_two(args.tables * args.rows)),
+        train=without_time(schedule) if source == "timeless" else None,
+    )  # fmt: skip
+    gaps = Gaps()
+    began = time.thread_time()
+    for t, some in enumerate(rows):
+        gaps.append(some, predictor.access(some, np.full(some.size, float(t))))
+    return gaps, round(1e3 * (time.thread_time() - began) / len(rows), 2)
+
+
+def power_of_two(least: int) -> int:
+    """The lowest that is not below."""
+    return 1 << (least - 1).bit_length()
 
 
 def without_time(schedule: Schedule) -> Train:
@@ -139,9 +189,9 @@ def without_time(schedule: Schedule) -> Train:
     return train
 
 
-def error(predicted: Gaps, true: Gaps, first: int) -> float:
+def error(predicted: Gaps, true: Gaps, first: int, window: float) -> float:
     """Mean |log((1 + predicted gap) / (1 + true gap))| from a batch on, cut to twice the label window."""
-    most = 2.0 * LABEL_WINDOW
+    most = 2.0 * window
     ratios = [
         np.log1p(np.minimum(ours, most)) - np.log1p(np.minimum(theirs, most))
         for ours, theirs in zip(predicted.gaps[first:], true.gaps[first:], strict=True)

@@ -90,8 +90,7 @@ class BackgroundQueue:
     def replenish(self, n: int, capacity: int) -> None:
         """After a batch of n keys: begin the next queue when this one may soon be too short."""
         short = self._until < self.chain.given + min(BATCHES_AHEAD * n, capacity)
-        old = self.state.counted and self._age >= COUNTED_BATCHES and self._missed
-        if self._pending is None and (short or old):
+        if self._pending is None and (short or self._old(capacity)):
             self.build(capacity, beside=True)
 
     def build(self, capacity: int, beside: bool) -> None:
@@ -108,12 +107,21 @@ class BackgroundQueue:
 
     def _build(self, capacity: int, beside: bool) -> None:
         wanted = max(LENGTH_MIN, capacity // CAPACITY_SHARE, int(BATCHES_MIN * self._keys))
-        queue = self.slots.lowest_in_order(min(wanted, capacity), beside)
+        queue = self._in_order(min(wanted, capacity), capacity, beside)
         event = torch.cuda.Event()
         event.record()
         self._pending = queue, event
         self._pending_until = len(queue[0]) + self.chain.given
         self.builds += 1
+
+    def _old(self, capacity: int) -> bool:
+        """Whether the queue is to be replaced although it is long enough."""
+        return self.state.counted and self._age >= COUNTED_BATCHES and self._missed
+
+    def _in_order(self, k: int, capacity: int, beside: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The first k slots to go: entries int32 [k], the scores that they have now [k], and 0, int32 [1]."""
+        queue: tuple[Tensor, Tensor, Tensor] = self.slots.lowest_in_order(k, beside)
+        return queue
 
     def _adopt(self) -> None:
         assert self._pending is not None

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hlem_env.eviction.predictor import Predictor
 from hlem_env.live.background_queue import BackgroundQueue
 from hlem_env.live.cache_state import EVICTED, INSERTED, WARMED, CacheState
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.ranked_background_queue import RankedBackgroundQueue
 from hlem_env.live.row_index import DenseIndex
 
 
@@ -25,6 +27,8 @@ class DenseKernels:
         tables: read on a miss.
         rows_per_page: slots of a page.
         stream: of the queue.
+        policy: the cache's.
+        predictor: with a policy that ranks by prediction.
     """
 
     def __init__(
@@ -34,13 +38,25 @@ class DenseKernels:
         tables: HostTables,
         rows_per_page: int,
         stream: torch.cuda.Stream,
+        policy: str,
+        predictor: Predictor | None,
     ) -> None:
         from hlem_env.live.kernels.lookup_triton import Chain
         from hlem_env.live.kernels.slots_triton import Slots
 
-        self.chain: Any = Chain(state, index.slot_of, tables.n_rows, tables.rows)
+        ranked = predictor is not None
+        self.chain: Any = Chain(state, index.slot_of, tables.n_rows, tables.rows, ranked)
         self.slots: Any = Slots(state, index.slot_of, rows_per_page, stream)
-        self.queue = BackgroundQueue(state, self.chain, self.slots, stream)
+        self.ranked: RankedBackgroundQueue | None = None
+        """The queue, if predictions rank it."""
+        if predictor is not None:
+            from hlem_env.live.kernels.rank_triton import Ranks
+
+            ranks: Any = Ranks(state.row_of, self.chain.next_of, stream)
+            self.ranked = RankedBackgroundQueue(
+                state, self.chain, self.slots, ranks, stream, predictor, policy
+            )
+        self.queue = self.ranked or BackgroundQueue(state, self.chain, self.slots, stream)
 
 
 class CacheDevice:
@@ -50,15 +66,26 @@ class CacheDevice:
         state: of the cache.
         tables: read on a miss.
         rows_per_page: slots of a page.
+        policy: the cache's.
+        predictor: with a policy that ranks by prediction and a dense index.
     """
 
-    def __init__(self, state: CacheState, tables: HostTables, rows_per_page: int) -> None:
+    def __init__(
+        self,
+        state: CacheState,
+        tables: HostTables,
+        rows_per_page: int,
+        policy: str,
+        predictor: Predictor | None,
+    ) -> None:
         self.state, self.tables = state, tables
         self.stream = torch.cuda.Stream(state.stamp.device)
         """Of grow, shrink and the victim queue."""
         self.dense: DenseKernels | None = None
         if isinstance(state.index, DenseIndex):
-            self.dense = DenseKernels(state, state.index, tables, rows_per_page, self.stream)
+            self.dense = DenseKernels(
+                state, state.index, tables, rows_per_page, self.stream, policy, predictor
+            )
         self._copy = torch.zeros_like(state.counters, device="cpu").pin_memory()
         self._copied = torch.cuda.Event()
         self._under_way = False

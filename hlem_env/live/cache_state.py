@@ -22,11 +22,16 @@ SKETCH_CELLS_MAX = 2**24
 
 LOOKED_UP, MISSED, UNIQUE, INSERTED, EVICTED, WARMED, INVALID = range(7)
 LAST_UNIQUE, SHRUNK, VALID_UNTIL, QUEUE_NUMBER = 7, 8, 9, 10
-COUNTERS = 11
+MISPREDICTED, MISPREDICTED_BEFORE, DISTRUSTED, LEFT, PHASE, RECENT, RECENT_OF = range(11, 18)
+COUNTERS = 18
 """Places in `counters`: keys, keys not resident at the start of their batch, distinct ones of those,
 rows inserted by lookups, rows evicted by anything, rows inserted ahead, keys that do not exist; the
 last batch's distinct misses; rows evicted by shrinking; what the last batch with misses knew of the
-victim queue that it used (`BackgroundQueue`), and that queue's number."""
+victim queue that it used (`BackgroundQueue`), and that queue's number.
+
+Of LARU (`RankedBackgroundQueue`): missing rows that the phase had evicted by prediction, those of the
+batches before the last, batches of the phase that had some, rows that the phase has seen and evicted, its
+number; rows that it has seen and that were resident when a queue was begun, and that queue's number."""
 
 
 @dataclass(frozen=True)

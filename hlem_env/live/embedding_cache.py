@@ -75,9 +75,11 @@ class EmbeddingCache:
         tables: read on a miss.
         policy: "lru", or "scan_resistant": decayed counts of lookups, and a missing row is inserted
             only when its count exceeds that of the row it would evict; or "laru", "fpb" or "hf": by
-            whole batches (`ranked_rows`), and not with the kernels of a dense index on CUDA.
-        index: "dense" (4 bytes for every row that exists) or "set_associative" (24 bytes for every
-            slot of the pool); by default dense up to `dense_rows_limit` rows.
+            whole batches (`ranked_rows`), on CUDA with a dense index from a queue that serves several
+            (`ranked_background_queue`).
+        index: "dense" (4 bytes for every row that exists; on CUDA 5 more where predictions rank) or
+            "set_associative" (24 bytes for every slot of the pool); by default dense up to
+            `dense_rows_limit` rows.
         dense_rows_limit: rows; above it the set-associative index is the default.
         half_life_s: of the counts; 60 s are 12 epochs.
         emulated_link_gbps: on a CPU, a lookup takes at least as long as its missing bytes would on
@@ -145,22 +147,27 @@ class EmbeddingCache:
         if ring_rows is None:
             ring_rows = min(1 << (2 * slab.shape[0] - 1).bit_length(), RING_ROWS_MAX)
         self.state = CacheState(slab, slots_index, policy == "scan_resistant", ring_rows)
+        window_s = 2.0 * half_life_s
+        if policy not in laru.RULES:
+            predictor = None
+        elif predictor is None:
+            predictor = OnlinePredictor(window_s, "rows")
+        self._device_side: CacheDevice | None = None
+        if self.device.type == "cuda":
+            self._device_side = CacheDevice(
+                self.state, tables, self.rows_per_page, policy, predictor
+            )
+        self._dense = None if self._device_side is None else self._device_side.dense
         self._ranked: RankedQueue | None = None
-        if policy in laru.RULES:
-            reason = "lru or scan_resistant with a dense index on CUDA"
-            require(self.device.type == "cpu" or index != "dense", "policy", policy, reason)
-            window_s = 2.0 * half_life_s
-            predictor = predictor or OnlinePredictor(window_s, "rows")
+        if predictor is not None and self._dense is None:
             self._ranked = RankedQueue(self.state, predictor, 2.0 * window_s, policy)
+        ranked = self._ranked if self._dense is None else self._dense.ranked
+        self._predictions = None if ranked is None else ranked.predictions
         self._queue = self._ranked or reference.VictimQueue(self.state)
         self._pages: NDArray[np.int64] = np.empty(0, np.int64)
         self._mine: NDArray[np.bool_] = np.zeros(pool.pages, np.bool_)
         self._batch = 0
         self._origin_s: float | None = None
-        self._device_side: CacheDevice | None = None
-        if self.device.type == "cuda":
-            self._device_side = CacheDevice(self.state, tables, self.rows_per_page)
-        self._dense = None if self._device_side is None else self._device_side.dense
 
     @property
     def pages(self) -> NDArray[np.int64]:
@@ -241,7 +248,7 @@ class EmbeddingCache:
         self._batch += 1
         weight = self._weight(now)
         if self._device_side is not None and self._dense is not None:
-            return self._lookup_by_kernels(self._device_side, self._dense, keys, weight)
+            return self._lookup_by_kernels(self._device_side, self._dense, keys, weight, now)
         self._refuse_unknown(keys)
         began = self._time.now()
         if self._ranked is not None:
@@ -255,11 +262,13 @@ class EmbeddingCache:
         return out
 
     def _lookup_by_kernels(
-        self, side: CacheDevice, dense: DenseKernels, keys: Tensor, weight: float
+        self, side: CacheDevice, dense: DenseKernels, keys: Tensor, weight: float, now: float
     ) -> Tensor:
         n, capacity = keys.shape[0], self.capacity_rows
         values = side.poll()
         _refuse_invalid(values[INVALID], self.tables.n_rows)
+        if dense.ranked is not None:
+            dense.ranked.begin(self._batch, now)
         if side.complete:
             dense.queue.pass_by(n)
             out: Tensor = dense.chain.lookup_complete(keys, self._batch, weight)
@@ -269,6 +278,8 @@ class EmbeddingCache:
             out = dense.chain.lookup(keys, self._batch, weight, few)
             dense.queue.replenish(n, capacity)
         side.snapshot()
+        if dense.ranked is not None:
+            dense.ranked.ask(keys)
         return out
 
     def warm(self, keys: Tensor, now: float = 0.0, evict: bool = True) -> None:
@@ -387,13 +398,13 @@ class EmbeddingCache:
 
     def wait_for_predictions(self) -> None:
         """Until everything is predicted that lookups asked for; at once, where nothing is predicted."""
-        if self._ranked is not None:
-            self._ranked.wait()
+        if self._predictions is not None:
+            self._predictions.wait()
 
     def close(self) -> None:
         """Stop what runs in the background: the predictions of "laru", "fpb" and "hf"."""
-        if self._ranked is not None:
-            self._ranked.close()
+        if self._predictions is not None:
+            self._predictions.close()
 
     def wait_for_link(self, rows: int, began: float) -> None:
         """Sleep until so many rows would have come over the emulated link since `began`."""
@@ -414,6 +425,8 @@ class EmbeddingCache:
         limit = self._batch if evict else FREE + 1
         dense = self._dense
         if dense is not None:
+            if dense.ranked is not None:
+                dense.ranked.begin(self._batch, now)
             for first in range(0, rows.shape[0], WARM_ROWS):
                 some = rows[first : first + WARM_ROWS]
                 staged = None if values is None else values[first : first + WARM_ROWS]

@@ -86,7 +86,7 @@ class LiveNode:
         tables: of another node with the same ones, instead of making them anew, which takes a minute
             where they are large.
         time_source: what its times follow.
-        row_policy: of the embedding cache: "lru", "scan_resistant", or on a CPU "laru", "fpb" or "hf".
+        row_policy: of the embedding cache: "lru", "scan_resistant", "laru", "fpb" or "hf".
 
     Raises:
         ArgumentError: the tables are not those of `config`.

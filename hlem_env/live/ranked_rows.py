@@ -10,8 +10,8 @@ Under FPB all rows are candidates. Under HF m victims come from the m + 3 least 
 choosing one of 4 does m times: the 3 that are requested first are left over.
 
 Predictions come late: lookups hand their keys to a thread and take what it has said of earlier ones.
-Until then a row that was fetched is expected after twice the label window. While the thread is behind
-or its predictor not usable all victims go by recency, which is counted.
+Until then a row that was fetched is expected after twice the label window. While the predictor is not
+usable all victims go by recency, which is counted.
 
 Which rows a phase has seen and evicted is kept in hashed cells. Two rows that share one may end a phase
 late, or hide that one of them was mispredicted; neither is taken for the other.
@@ -21,20 +21,18 @@ from __future__ import annotations
 
 import math
 import queue
-import threading
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hlem_env.errors import require_choice
 from hlem_env.eviction import laru
-from hlem_env.eviction.predictor import Predictor
+from hlem_env.eviction.predictor import Floats, Predictor
+from hlem_env.eviction.protocol import Keys
 from hlem_env.live.cache_state import FOREIGN, FREE, CacheState
 from hlem_env.live.kernels.lookup_reference import VictimQueue
+from hlem_env.live.row_predictions import RowPredictions
 
-BATCHES_WAITING = 8
-"""That the thread may be behind by."""
 _MULTIPLIER = 0x1E3779B97F4A7C15
 
 
@@ -43,7 +41,7 @@ class RankedQueue(VictimQueue):
 
     Args:
         state: of the cache, not counted.
-        predictor: asked in a thread of its own, which `close` ends.
+        predictor: asked in the thread of `predictions`.
         cold_s: a row of which nothing is predicted yet comes after so many seconds.
         policy: "laru", "fpb" or "hf".
 
@@ -58,10 +56,11 @@ class RankedQueue(VictimQueue):
         super().__init__(state)
         self._rule = laru.RULES[policy]
         slots, device = state.stamp.shape[0], state.stamp.device
-        self.fallbacks = self.dropped = 0
-        """Batches that evicted by recency for want of predictions; batches nothing was predicted of."""
+        self.fallbacks = 0
+        """Batches that evicted by recency for want of predictions."""
         self.confidence = 1.0
-        self._predictor, self._cold_s = predictor, cold_s
+        self.predictions = RowPredictions(predictor, self._hear)
+        self._cold_s = cold_s
         self._next = torch.full((slots,), torch.inf, dtype=torch.float64, device=device)
         cells = 1 << (4 * slots - 1).bit_length()
         self._seen = torch.zeros(cells, dtype=torch.int32, device=device)
@@ -71,10 +70,7 @@ class RankedQueue(VictimQueue):
         self._now = -math.inf
         self._serving = False
         self._by_recency = 0
-        self._asked: queue.Queue[tuple[Tensor, float] | None] = queue.Queue(BATCHES_WAITING)
         self._said: queue.SimpleQueue[tuple[Tensor, Tensor]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._predict, name="row predictions", daemon=True)
-        self._thread.start()
 
     def begin(self, keys: Tensor, now: float) -> None:
         """A lookup of keys, int64 [n], starts."""
@@ -95,10 +91,8 @@ class RankedQueue(VictimQueue):
             self._by_recency = int((missing & gone).sum())
         if self._by_recency:
             self.confidence /= 2
-        try:
-            self._asked.put_nowait((rows.cpu(), self._now))
-        except queue.Full:
-            self.dropped += 1
+        if self.predictions.has_room():
+            self.predictions.ask(rows.cpu().numpy, self._now)
 
     def end(self, keys: Tensor) -> None:
         """The lookup is over: what is new in the cache is expected late until more is known."""
@@ -119,7 +113,7 @@ class RankedQueue(VictimQueue):
         if free == len(first):
             self._forget(first)
             return first
-        if not (self._serving and self._predictor.usable):
+        if not (self._serving and self.predictions.usable):
             self.fallbacks += self._serving
             self._forget(first)
             return first
@@ -146,16 +140,6 @@ class RankedQueue(VictimQueue):
         self._next.fill_(torch.inf)
         self._next[slots[slots >= 0]] = times[slots >= 0]
 
-    def close(self) -> None:
-        """End the thread."""
-        self._asked.put(None)
-        self._thread.join()
-        self._predictor.close()
-
-    def wait(self) -> None:
-        """Wait until the thread has predicted all that it was asked."""
-        self._asked.join()
-
     def _note_gone(self, rows: Tensor) -> None:
         """Rows were evicted by prediction; of those that share a cell one is remembered."""
         cells = self._cells(rows)
@@ -181,10 +165,5 @@ class RankedQueue(VictimQueue):
             there = slots >= 0
             self._next[slots[there]] = times.to(self._next.device)[there]
 
-    def _predict(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            rows, now = asked
-            gaps = self._predictor.access(rows.numpy(), np.full(len(rows), now))
-            self._said.put((rows, now + torch.from_numpy(gaps)))
-            self._asked.task_done()
-        self._asked.task_done()
+    def _hear(self, rows: Keys, times: Floats) -> None:
+        self._said.put((torch.from_numpy(rows), torch.from_numpy(times)))

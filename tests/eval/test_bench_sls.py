@@ -31,17 +31,24 @@ def test_true_gaps_lead_to_the_next_batch_with_the_row() -> None:
     assert [at(t) for t in range(4)] == [[3, 1], [1], [1, np.inf], [np.inf, np.inf]]
 
 
+def test_a_cache_is_filled_before_anything_is_timed() -> None:
+    small = SMALL | {"warm_keys": 5.0}
+    few, many = (sum(len(b.keys) for b in draw_batches(Args(**small), n)[:-12]) for n in (8, 1000))
+    assert 4.5 * 800 < few < 5.5 * 800 < many  # keys for 800 rows that fit; at least 4 batches
+
+
 def test_gaps_are_found_by_row() -> None:
     gaps = Gaps()
     gaps.append(np.array([2, 5, 9]), np.array([20.0, 50.0, 90.0]))
     assert gaps(np.array([9, 2]), np.zeros(2)).tolist() == [90.0, 20.0]
 
 
-def test_runs_on_a_cpu_with_right_sums_and_better_hits_by_true_predictions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_right_sums_and_better_hits_by_true_predictions(device: str, tmp_path: Path) -> None:
     pytest.importorskip("lightgbm")
     file = tmp_path / "sls.json"
-    small = SMALL | {"batch": (64,), "batches": 12}
-    assert main(Args(device="cpu", json=file, link_gbps=1000.0, **small)) == 0
+    small = SMALL | {"batch": (16,), "batches": 12, "warm_keys": 5.0}
+    assert main(Args(device=device, json=file, link_gbps=1000.0, **small)) == 0
     written = json.loads(file.read_text())
     assert all(line["sums_right"] for line in written["lines"])
     hits = {(line["policy"], line["predictions"]): line["hit_rate"] for line in written["lines"]}

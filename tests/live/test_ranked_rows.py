@@ -49,7 +49,7 @@ def test_batches_of_one_row_are_the_policy_itself(policy: str, seed: int) -> Non
         hits.append(bool(cache.contains(torch.tensor([key]))[0]))
         out = cache.lookup(torch.tensor([key]), float(t))
         assert torch.equal(out, expected(ROWS)[[key]])
-        cache._ranked.wait()  # type: ignore[union-attr]
+        cache.wait_for_predictions()
     result = replay(policy, numbers, 8, predicted)
     assert hits == result.hit.tolist()
     assert (result.mispredictions > 0) == (policy == "laru")
@@ -64,7 +64,7 @@ def test_a_batch_of_hf_goes_as_one_victim_of_four_after_the_other(seed: int) -> 
     order = rng.permutation(12)
     for t, key in enumerate(order.tolist()):
         cache.lookup(torch.tensor([key]), float(t))
-        cache._ranked.wait()  # type: ignore[union-attr]
+        cache.wait_for_predictions()
     cache.lookup(torch.arange(20, 25), 12.0)
     kept = order.tolist()
     for _ in range(5):
@@ -95,7 +95,7 @@ def test_predictions_move_with_their_rows() -> None:
     cache.lookup(keys, 0.0)
     ranked = cache._ranked
     assert ranked is not None
-    ranked.wait()
+    cache.wait_for_predictions()
     ranked._take_predictions()
     cache.shrink(1)
     there = keys[cache.contains(keys)]
@@ -136,7 +136,7 @@ def test_a_row_is_not_taken_for_an_evicted_one_that_shares_its_cell() -> None:
     confidence = []
     for t, row in enumerate([evicted, *rest[:4], other, evicted]):
         cache.lookup(torch.tensor([row]), float(t))
-        ranked.wait()
+        cache.wait_for_predictions()
         confidence.append(ranked.confidence)
     assert confidence == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
     cache.close()

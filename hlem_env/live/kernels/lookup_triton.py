@@ -197,9 +197,12 @@ class Chain:
         slot_of: int32 [n_rows + 1], its index.
         n_rows: rows that exist.
         host: the tables' rows, registered with CUDA.
+        ranked: whether predictions put slots in the queue (`RankedBackgroundQueue`).
     """
 
-    def __init__(self, state: CacheState, slot_of: Tensor, n_rows: int, host: Tensor) -> None:
+    def __init__(
+        self, state: CacheState, slot_of: Tensor, n_rows: int, host: Tensor, ranked: bool = False
+    ) -> None:
         self.state, self.slot_of, self.n_rows = state, slot_of, n_rows
         self.slab = state.slab.view(torch.int32)
         self.host = host.view(torch.int32)
@@ -210,13 +213,21 @@ class Chain:
         self.sizes = torch.zeros(2, SIZES, dtype=torch.int32, device=device)
         self.queue_slot = torch.empty(0, dtype=torch.int32, device=device)
         self.queue_score = state.score[:0]
-        self.queue_head = torch.zeros(1, dtype=torch.int32, device=device)
+        self.queue_head = torch.zeros(4, dtype=torch.int32, device=device)
         self.queue_number = 0
         """Of the queue in use."""
         self.given = 0
         """Keys given to the device so far."""
         self.audit = False
         """Whether the next batch is to count the queue's valid entries."""
+        self.ranked = ranked
+        known = n_rows + 1 if ranked else 1
+        self.next_of = torch.zeros(known, dtype=torch.float32, device=device)
+        """float32 [n_rows + 1] if ranked: seconds at which a row is expected next."""
+        self.gone_in = torch.zeros(known, dtype=torch.uint8, device=device)
+        """uint8 [n_rows + 1] if ranked: the phase in which a prediction evicted a row (`_judge`)."""
+        self.phase, self.phase_start, self.now_s = 1, 0, 0.0
+        """LARU's phase, 1 to 127, and its first batch; seconds now."""
         self._turn = 0
         self._size_rows = self.sizes[0], self.sizes[1]
         self._space: tuple[Tensor, ...] = ()
@@ -294,9 +305,11 @@ class Chain:
             here, resolve, self._programs,
             (keys, self.slot_of, state.row_of, state.stamp, state.count, state.score, state.sketch,
              self.bitmap, *queue, *self._space[1:], self._sums, state.ring, sizes, next_sizes,
-             state.counters, self.bitmap.shape[0], self.queue_slot.shape[0], limit, batch, self.given,
-             self.queue_number, int(self.audit), weight, state.sketch.shape[1], state.ring.shape[0]),
-            (RESOLVE_BLOCK, self._span, lookup, state.counted), MEETING,
+             state.counters, self.next_of, self.gone_in, self.bitmap.shape[0],
+             self.queue_slot.shape[0], limit, batch, self.given, self.queue_number, int(self.audit),
+             weight, self.now_s, self.phase_start, self.phase, state.sketch.shape[1],
+             state.ring.shape[0]),
+            (RESOLVE_BLOCK, self._span, lookup, state.counted, self.ranked), MEETING,
         )  # fmt: skip
         return sizes
 

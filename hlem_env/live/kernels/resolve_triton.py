@@ -9,7 +9,7 @@ One kernel in phases, between which all programs meet:
             victim queue
     emit    missing rows, and the window's victims; where they are too few, the next window. The
             bitmap is clear again
-    place   map, owners and stamps of the slots that change hands
+    place   map, owners and stamps of the slots that change hands; what LARU remembers of them
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ import triton
 import triton.language as tl
 
 from hlem_env.live.cache_state import (
+    DISTRUSTED,
     EVICTED,
     INSERTED,
     LAST_UNIQUE,
+    LEFT,
+    MISPREDICTED,
+    MISPREDICTED_BEFORE,
     MISSED,
+    PHASE,
     QUEUE_NUMBER,
+    RECENT,
+    RECENT_OF,
     UNIQUE,
     VALID_UNTIL,
     WARMED,
@@ -43,6 +50,13 @@ _EVICTED = tl.constexpr(EVICTED)
 _LAST_UNIQUE = tl.constexpr(LAST_UNIQUE)
 _VALID_UNTIL = tl.constexpr(VALID_UNTIL)
 _QUEUE_NUMBER = tl.constexpr(QUEUE_NUMBER)
+_MISPREDICTED = tl.constexpr(MISPREDICTED)
+_MISPREDICTED_BEFORE = tl.constexpr(MISPREDICTED_BEFORE)
+_DISTRUSTED = tl.constexpr(DISTRUSTED)
+_LEFT = tl.constexpr(LEFT)
+_PHASE = tl.constexpr(PHASE)
+_RECENT = tl.constexpr(RECENT)
+_RECENT_OF = tl.constexpr(RECENT_OF)
 _SIZES = tl.constexpr(SIZES)
 _N_MISSED = tl.constexpr(N_MISSED)
 _N_REPEATS = tl.constexpr(N_REPEATS)
@@ -91,11 +105,17 @@ def _claim(
 
 
 @triton.jit
+def slot_of_entry(entry):
+    """An entry is a slot, or its complement where a prediction put it in the queue."""
+    return entry ^ (entry >> 31)
+
+
+@triton.jit
 def valid(queue_slot, queue_score, score, j, inside):
-    """Slots of queue entries j, and which of them still have the score that they were queued with."""
-    slot = tl.load(queue_slot + j, mask=inside, other=0)
+    """Queue entries j, and which of them still have the score that they were queued with."""
+    entry = tl.load(queue_slot + j, mask=inside, other=0)
     queued = tl.load(queue_score + j, mask=inside, other=0)
-    return slot, inside & (tl.load(score + slot, mask=inside, other=0) == queued)
+    return entry, inside & (tl.load(score + slot_of_entry(entry), mask=inside, other=0) == queued)
 
 
 @triton.jit
@@ -120,8 +140,8 @@ def _tally_victims(
     for first in range(begin + mine, begin + end, BLOCK):
         j = first + tl.arange(0, BLOCK)
         inside = j < begin + end
-        slot, current = valid(queue_slot, queue_score, score, j, inside)
-        usable = current & (tl.load(stamp + slot, mask=inside, other=0) < limit)
+        entry, current = valid(queue_slot, queue_score, score, j, inside)
+        usable = current & (tl.load(stamp + slot_of_entry(entry), mask=inside, other=0) < limit)
         found += usable.to(tl.int32)
         head = tl.minimum(head, tl.where(current, j, _NOWHERE))
     tl.store(sums + tl.program_id(0), tl.sum(found))
@@ -164,16 +184,17 @@ def _emit_victims(
     score, stamp, queue_slot, queue_score, victims, begin, size, offset, needed, limit,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots of this program's share of a window; `offset` is where they go."""
+    """Entries of this program's share of a window; `offset` is where they go."""
     mine, end = my_share(size)
     first, end = begin + mine, begin + end
     while (first < end) & (offset < needed):
         j = first + tl.arange(0, BLOCK)
-        slot, current = valid(queue_slot, queue_score, score, j, j < end)
-        usable = current & (tl.load(stamp + slot, mask=j < end, other=0) < limit)
+        entry, current = valid(queue_slot, queue_score, score, j, j < end)
+        used = tl.load(stamp + slot_of_entry(entry), mask=j < end, other=0)
+        usable = current & (used < limit)
         ones = usable.to(tl.int32)
         place = offset + tl.cumsum(ones) - ones
-        tl.store(victims + place, slot, mask=usable & (place < needed))
+        tl.store(victims + place, entry, mask=usable & (place < needed))
         offset += tl.sum(ones)
         first += BLOCK
 
@@ -218,9 +239,32 @@ def _choose_victims(
 
 
 @triton.jit
+def _judge(
+    stamp, gone_in, counters, row, inside, slot, has, entry, old, gone, start, phase,
+    LOOKUP: tl.constexpr,
+):  # fmt: skip
+    """Note which rows a prediction evicts, and which missing ones it had evicted in this phase.
+
+    A byte of each row: twice the phase, and 1 more while it counts as seen and evicted.
+    """
+    before = tl.load(gone_in + row, mask=inside, other=0).to(tl.int32)
+    wrong = inside & ((before >> 1) == phase)
+    back = wrong & has
+    away = gone & (entry < 0)
+    seen = away & (tl.load(stamp + slot, mask=away, other=0) >= start)
+    tl.store(gone_in + row, (before & 254).to(tl.uint8), mask=back)
+    tl.store(gone_in + old, (2 * phase + seen.to(tl.int32)).to(tl.uint8), mask=away)
+    left = tl.sum(seen.to(tl.int64)) - tl.sum(tl.where(back, before & 1, 0).to(tl.int64))
+    tl.atomic_add(counters + _LEFT, left, sem="relaxed")
+    if LOOKUP:
+        tl.atomic_add(counters + _MISPREDICTED, tl.sum(wrong.to(tl.int64)), sem="relaxed")
+
+
+@triton.jit
 def _place(
-    slot_of, row_of, stamp, count, sketch, rows, victims, targets, firsts, ring, counters, unique,
-    usable, now, cells, ring_rows, BLOCK: tl.constexpr, LOOKUP: tl.constexpr, COUNTED: tl.constexpr,
+    slot_of, row_of, stamp, count, sketch, rows, victims, targets, firsts, ring, counters, next_of,
+    gone_in, unique, usable, now, now_s, start, phase, cells, ring_rows, BLOCK: tl.constexpr,
+    LOOKUP: tl.constexpr, COUNTED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     for first in range(tl.program_id(0) * BLOCK, unique, tl.num_programs(0) * BLOCK):
         j = first + tl.arange(0, BLOCK)
@@ -228,7 +272,8 @@ def _place(
         row = tl.load(rows + j, mask=inside, other=0).to(tl.int64)
         tl.store(firsts + j, -2 - tl.load(slot_of + row, mask=inside, other=0), mask=inside)
         has = inside & (j < usable)
-        slot = tl.load(victims + j, mask=has, other=0)
+        entry = tl.load(victims + j, mask=has, other=0)
+        slot = slot_of_entry(entry)
         if COUNTED:
             one, two = sketch_cells(sketch, row, cells)
             score = tl.minimum(
@@ -239,6 +284,13 @@ def _place(
                 has = has & (score > victim_score)
         old = tl.load(row_of + slot, mask=has, other=-1)
         gone = has & (old >= 0)
+        if RANKED:
+            # What was predicted of it is over; it counts as due until there is more.
+            tl.store(next_of + row, now_s, mask=inside)
+            _judge(
+                stamp, gone_in, counters, row, inside, slot, has, entry, old, gone, start, phase,
+                LOOKUP,
+            )  # fmt: skip
         if COUNTED:
             one, two = sketch_cells(sketch, old, cells)
             tl.atomic_max(one, victim_score, mask=gone, sem="relaxed")
@@ -270,12 +322,35 @@ def _account(counters, sizes, missed, unique, LOOKUP: tl.constexpr):
         tl.store(counters + _UNIQUE, tl.load(counters + _UNIQUE) + unique)
 
 
-@triton.jit(do_not_specialize=["words", "queued", "limit", "now", "given", "number", "audit"])
+@triton.jit
+def _judge_batch(counters, queue_head, phase):
+    """Count the batch before, if it had mispredicted rows; a new phase starts at 0.
+
+    And hand on how many rows of the phase were resident when the queue was begun, and its number.
+    """
+    tl.store(counters + _RECENT, tl.load(queue_head + 1).to(tl.int64))
+    tl.store(counters + _RECENT_OF, tl.load(queue_head + 2).to(tl.int64))
+    wrong = tl.load(counters + _MISPREDICTED)
+    if tl.load(counters + _PHASE) != phase:
+        tl.store(counters + _PHASE, phase.to(tl.int64))
+        tl.store(counters + _DISTRUSTED, 0)
+        tl.store(counters + _LEFT, 0)
+    elif wrong > tl.load(counters + _MISPREDICTED_BEFORE):
+        tl.store(counters + _DISTRUSTED, tl.load(counters + _DISTRUSTED) + 1)
+    tl.store(counters + _MISPREDICTED_BEFORE, wrong)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "words", "queued", "limit", "now", "given", "number", "audit", "start", "phase",
+    ]
+)  # fmt: skip
 def resolve(
     keys, slot_of, row_of, stamp, count, score, sketch, bitmap, queue_slot, queue_score, queue_head,
     missed, repeats, sources, rows, victims, targets, firsts, sums, ring, sizes, next_sizes, counters,
-    words, queued, limit, now, given: tl.int64, number, audit, weight, cells, ring_rows,
-    BLOCK: tl.constexpr, SPAN: tl.constexpr, LOOKUP: tl.constexpr, COUNTED: tl.constexpr,
+    next_of, gone_in, words, queued, limit, now, given: tl.int64, number, audit, weight, now_s, start,
+    phase, cells, ring_rows, BLOCK: tl.constexpr, SPAN: tl.constexpr, LOOKUP: tl.constexpr,
+    COUNTED: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """All phases. With `audit`, `serve` is about to count the valid entries of the queue."""
     arrived = sizes + _ARRIVED
@@ -287,6 +362,8 @@ def resolve(
             if audit > 0:
                 tl.store(counters + _VALID_UNTIL, given)
                 tl.store(counters + _QUEUE_NUMBER, number.to(tl.int64))
+        if RANKED:
+            _judge_batch(counters, queue_head, phase)
     if total > 0:
         _claim(
             keys, slot_of, bitmap, sketch, missed, repeats, sizes, weight, cells, BLOCK,
@@ -306,5 +383,6 @@ def resolve(
         meet(arrived, times + 1)
         _place(
             slot_of, row_of, stamp, count, sketch, rows, victims, targets, firsts, ring, counters,
-            unique, usable, now, cells, ring_rows, BLOCK, LOOKUP, COUNTED,
+            next_of, gone_in, unique, usable, now, now_s, start, phase, cells, ring_rows, BLOCK, LOOKUP,
+            COUNTED, RANKED,
         )  # fmt: skip

@@ -363,28 +363,41 @@ class Slots:
         self._snapshot = torch.empty_like(state.score)
         self._slots, self._scores = self._empty(0), state.score[:0]
 
-    def lowest(self, k: int, beside: bool = False) -> Tensor:
+    def lowest(self, k: int, beside: bool = False, score: Tensor | None = None) -> Tensor:
         """The k slots of the cache with the lowest scores, int32 [k], in order of the slot.
 
         Of equals the first; k is at most the cache's capacity. Good until the next call of any kind.
         With `beside`, other kernels find room meanwhile, and it takes longer.
+
+        Args:
+            k: slots wanted.
+            beside: whether to leave room.
+            score: [slots] of the type of the state's, instead of these.
         """
+        score = self.state.score if score is None else score
         self._reserve(k)
         if k:
             self._meeting(
-                _select, (self.state.score, self._snapshot, self._slots, self._scores, self._sums),
-                (self.state.score.shape[0], k), DIGIT_BLOCK, beside,
+                _select, (score, self._snapshot, self._slots, self._scores, self._sums),
+                (score.shape[0], k), DIGIT_BLOCK, beside,
             )  # fmt: skip
         return self._slots[:k]
 
-    def lowest_in_order(self, k: int, beside: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The same in order of the score, of equals in order of the slot; to keep.
+    def highest_of_lowest(self, k: int, beside: bool, score: Tensor) -> Tensor:
+        """The k-th lowest score, of one dimension less; k is 1 or more."""
+        self.lowest(k, beside, score)
+        return self._scores[:k].amax()
+
+    def lowest_in_order(
+        self, k: int, beside: bool = False, score: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same as `lowest` in order of the score, of equals in order of the slot; to keep.
 
         Returns:
             Slots int32 [k], their scores [k], and 0, int32 [1].
         """
         self._reserve(2 * k)
-        self.lowest(k, beside)
+        self.lowest(k, beside, score)
         out = self._empty(4 + k)
         head, slots = out[:1], out[4:]
         scores = torch.empty(k, dtype=self._scores.dtype, device=self.device)
