@@ -87,9 +87,12 @@ class _Recency:
         """See `EvictionPolicy.on_hit`; hits and misses count alike."""
         if keys.size == 0:
             return
-        self._reserve(int(keys.max()) + 1)
-        times = np.broadcast_to(np.asarray(now, np.float64), keys.shape)
-        self._follow(float(times.max()))
+        times = np.asarray(now, np.float64)
+        if times.shape != keys.shape:
+            times = np.full(keys.shape, times)
+        highest, latest = _highest_and_latest(keys, times)
+        self._reserve(highest + 1)
+        self._follow(latest)
         _touch(self._users, keys, times, self._rule, self._origin_s, self._half_life_s)
 
     on_miss = on_hit
@@ -118,18 +121,17 @@ class _Recency:
     def pin(self, keys: Keys) -> None:
         """See `EvictionPolicy.pin`."""
         if keys.size:
-            self._reserve(int(keys.max()) + 1)
-            self._pinned += int(np.count_nonzero(self._pins[keys] == 0))
-            self._pins[keys] += 1
+            self._reserve(_highest(keys) + 1)
+            self._pinned += _pin(self._pins, keys)
 
     def unpin(self, keys: Keys) -> None:
         """See `EvictionPolicy.unpin`."""
         if keys.size == 0:
             return
-        if int(keys.max()) >= self._pins.size or (self._pins[keys] == 0).any():
+        freed = _unpin(self._pins, keys)
+        if freed < 0:
             raise BackendError(f"one of the keys {keys.tolist()} is unpinned but was not pinned")
-        self._pins[keys] -= 1
-        self._pinned -= int(np.count_nonzero(self._pins[keys] == 0))
+        self._pinned -= freed
 
     def on_resize(self, capacity: int) -> None:
         """See `EvictionPolicy.on_resize`."""
@@ -209,6 +211,40 @@ class ScanResistant(_Recency):
         require_number("half_life_s", half_life_s)
         require(half_life_s > 0, "half_life_s", half_life_s, "above 0")
         super().__init__(half_life_s)
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _highest(keys: Any) -> int:
+    """Of one key or more."""
+    return int(keys.max())
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _highest_and_latest(keys: Any, times: Any) -> tuple[int, float]:
+    return int(keys.max()), times.max()
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _pin(pins: Any, keys: Any) -> int:
+    """Count a pin of each key; returns how many had none."""
+    first = 0
+    for key in keys:
+        first += pins[key] == 0
+        pins[key] += 1
+    return first
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _unpin(pins: Any, keys: Any) -> int:
+    """Undo a pin of each key; returns how many have none left. Where one has none: -1, and no change."""
+    for key in keys:
+        if key >= pins.size or pins[key] == 0:
+            return -1
+    freed = 0
+    for key in keys:
+        pins[key] -= 1
+        freed += pins[key] == 0
+    return freed
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

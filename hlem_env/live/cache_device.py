@@ -107,7 +107,7 @@ class CacheDevice:
         """Copy the counters to the host behind what the current stream was given."""
         if not self._under_way:
             self._copy.copy_(self.state.counters, non_blocking=True)
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.state.stamp.device.index))
             self._under_way = True
 
     def poll(self) -> list[int]:

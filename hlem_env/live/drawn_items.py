@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from hlem_env.live.histories import Histories, Window
@@ -37,27 +41,47 @@ class DrawnItems:
 
     def window(self, requests: Requests) -> Window:
         """See `ItemSource.window`."""
-        lengths, new = _whole(requests)
-        return self._histories.window(requests.user, lengths, new)
+        return self._histories.window(*_whole(requests))
 
     def keys(self, requests: Requests, window: Window, cached: Ints, ahead: int = 0) -> Tensor:
         """See `ItemSource.keys`. Candidates are drawn by how many requests came before."""
-        new = requests.history_length.astype(np.int64) - cached
-        ends = np.cumsum(new + self.fewest_candidates)
-        start = ends - new - self.fewest_candidates
-        serial = self._served + ahead + np.arange(len(requests))
-        spans = torch.from_numpy(
-            np.stack([requests.user, window.first + cached, new, start, serial])
-        )
-        spans = spans.to(self._tables.device)
-        return token_rows(spans, int(ends[-1]), self._histories, self._tables)
+        users, lengths, _ = _whole(requests)
+        cuda = self._tables.device.type == "cuda"
+        spans = torch.empty(5, len(requests), dtype=torch.int64, pin_memory=cuda)
+        tokens = _describe(
+            spans.numpy(), users, window.first, cached, lengths, self.fewest_candidates,
+            self._served + ahead,
+        )  # fmt: skip
+        spans = spans.to(self._tables.device, non_blocking=True)
+        return token_rows(spans, tokens, self._histories, self._tables)
 
     def served(self, requests: Requests) -> None:
         """See `ItemSource.served`."""
-        lengths, new = _whole(requests)
-        self._histories.visit(requests.user, lengths, new)
+        self._histories.visit(*_whole(requests))
         self._served += len(requests)
 
 
-def _whole(requests: Requests) -> tuple[Ints, Ints]:
-    return requests.history_length.astype(np.int64), requests.new_items.astype(np.int64)
+def _whole(requests: Requests) -> tuple[Ints, Ints, Ints]:
+    """Users, lengths and new items, [n] each."""
+    given = requests.user, requests.history_length, requests.new_items
+    users, lengths, new = (np.ascontiguousarray(one, np.int64) for one in given)
+    return users, lengths, new
+
+
+_GIVEN = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@numba.njit(
+    [types.int64(types.int64[:, ::1], *[_GIVEN] * 4, types.int64, types.int64)], cache=True
+)  # fmt: skip
+def _describe(
+    spans: Any, users: Any, first: Any, cached: Any, lengths: Any, candidates: int, serial: int
+) -> int:
+    """Write what `token_rows` asks of each request; returns the tokens of all."""
+    tokens = 0
+    for i in range(users.size):
+        new = lengths[i] - cached[i]
+        spans[0, i], spans[1, i], spans[2, i] = users[i], first[i] + cached[i], new
+        spans[3, i], spans[4, i] = tokens, serial + i
+        tokens += new + candidates
+    return tokens

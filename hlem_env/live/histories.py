@@ -7,10 +7,12 @@ long a history is; this keeps which of the user's items it holds.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
+from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -62,22 +64,14 @@ class Histories:
             lengths: [n] tokens of history, the new items included.
             new_items: [n] of those, appended since the last visit.
         """
-        first, edits = np.zeros(users.size, np.int64), np.zeros(users.size, np.int64)
-        back = users < self.persistent_users
-        user = users[back]
-        lost = self._length[user] + new_items[back] - lengths[back]
-        cut = (self._length[user] > 0) & (lost > 0)
-        first[back] = self._first[user] + np.where(cut, lost, 0)
-        edits[back] = self._edits[user] + cut
-        return Window(first, edits)
+        window = Window(np.zeros(users.size, np.int64), np.zeros(users.size, np.int64))
+        _find(self._first, self._edits, self._length, users, lengths, new_items, *window)
+        return window
 
     def visit(self, users: Ints, lengths: Ints, new_items: Ints) -> Window:
         """Advance the users' windows to these requests, as in `window`."""
         window = self.window(users, lengths, new_items)
-        back = users < self.persistent_users
-        user = users[back]
-        self._first[user], self._edits[user] = window.first[back], window.edits[back]
-        self._length[user] = lengths[back]
+        _advance(self._first, self._edits, self._length, users, *window, lengths)
         return window
 
     def draw(self, users: Tensor, index: Tensor) -> Tensor:
@@ -85,3 +79,32 @@ class Histories:
         bits = mix(mix(users + self.seed * USER_STEP) + index)
         uniform = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
         return self.popularity.rank(uniform)
+
+
+_STATE = types.int64[::1]
+_GIVEN = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@numba.njit([types.void(*[_STATE] * 3, *[_GIVEN] * 3, *[_STATE] * 2)], cache=True)
+def _find(
+    first: Any, edits: Any, length: Any, users: Any, lengths: Any, new: Any, starts: Any, cuts: Any
+) -> None:
+    """Write first items and edits of the windows of users that come back."""
+    for i in range(users.size):
+        user = users[i]
+        if user < length.size:
+            lost = length[user] + new[i] - lengths[i]
+            cut = length[user] > 0 and lost > 0
+            starts[i] = first[user] + (lost if cut else 0)
+            cuts[i] = edits[user] + cut
+
+
+@numba.njit([types.void(*[_STATE] * 3, _GIVEN, *[_STATE] * 2, _GIVEN)], cache=True)
+def _advance(
+    first: Any, edits: Any, length: Any, users: Any, starts: Any, cuts: Any, lengths: Any
+) -> None:
+    """Make these windows the state of the users that come back."""
+    for i in range(users.size):
+        user = users[i]
+        if user < length.size:
+            first[user], edits[user], length[user] = starts[i], cuts[i], lengths[i]

@@ -14,14 +14,15 @@ and large enough not to need it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hlem_env.live.hstu import Hstu, HstuBatch, Parts, layout, pack, packed_size, unpack
+from hlem_env.live.hstu import Hstu, HstuBatch, Parts, packed_size, unpack
 from hlem_env.live.paged_kv import PagedKv
 
 FINE, COARSE = 128, 1024
@@ -55,10 +56,25 @@ class Shape(NamedTuple):
         """Tokens that the graph computes."""
         return self.requests * self.longest
 
+    def parts(self, page_columns: int) -> Parts:
+        """Empty int32 arrays for what describes a batch.
+
+        Returns:
+            As `hstu.layout`, the last one filled up with 0; and the page table [rows, page_columns].
+        """
+        rows, tokens = self.rows, self.tokens
+        shapes = (rows + 1,), (rows,), (rows,), (tokens,), (tokens,), (rows, page_columns)
+        return tuple(np.empty(shape, np.int32) for shape in shapes)
+
 
 class _Graph(NamedTuple):
     recorded: torch.cuda.CUDAGraph
     scores: Tensor
+    written: Parts
+    """Where the host describes the batch, as `describe` writes it."""
+    staged: Tensor
+    """All of that, and where it goes to on the device."""
+    sent: Tensor
 
 
 class HstuGraphs:
@@ -88,6 +104,7 @@ class HstuGraphs:
         ints = 2 * most + 2 * (TOGETHER[-1] + 1) * (page_columns + 4)
         self._ints = torch.zeros(ints, dtype=torch.int32, device=blocks.device)
         self._staged = torch.zeros(ints, dtype=torch.int32).pin_memory()
+        self._device = blocks.device.index  # a number is looked at faster
         self._sent = torch.cuda.Event()
         self._graphs: dict[Shape, _Graph] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -99,7 +116,7 @@ class HstuGraphs:
 
     def shape(self, new_tokens: Ints, cached: Ints) -> Shape | None:
         """The shape that serves requests of so many new tokens, [B], or None."""
-        requests, most = len(new_tokens), int(new_tokens.max())
+        requests, most = len(new_tokens), max(new_tokens.tolist())
         if requests == 1:
             longest = _up(most, FINE if most <= COARSE else COARSE)
             return Shape(1, longest, bool(cached[0])) if longest <= self._most_tokens else None
@@ -136,37 +153,22 @@ class HstuGraphs:
             cached: [B] history tokens in the pages.
             pages: [B, at most page_columns]: the requests' pages, then -1.
         """
-        whole = self._parts(shape, new, candidates, cached, pages)
-        size = packed_size(whole)
-        self._sent.synchronize()
-        pack(whole, self._staged[:size].numpy())
-        self._ints[:size].copy_(self._staged[:size], non_blocking=True)
-        self._sent.record()
-        torch.sum(rows, 1, out=self._tokens[: len(rows)])
         graph = self._graphs[shape]
+        here = torch.cuda.current_stream(self._device)
+        self._sent.synchronize()
+        describe(graph.written, shape.longest, new, candidates, cached, pages)
+        graph.sent.copy_(graph.staged, non_blocking=True)
+        self._sent.record(here)
+        torch.sum(rows, 1, out=self._tokens[: len(rows)])
         graph.recorded.replay()
-        return graph.scores[: int(candidates.sum())].clone()
-
-    def _parts(
-        self, shape: Shape, new: Ints, candidates: Ints, cached: Ints, pages: NDArray[np.int32]
-    ) -> Parts:
-        """What `layout` makes and the page table, rounded up to the shape."""
-        more = np.arange(shape.rows - len(new))
-        missing = shape.tokens - int((new + candidates).sum())
-        shares = np.clip(missing - shape.longest * more, 0, shape.longest)
-        *parts, candidate_rows = layout(
-            np.append(new, 0 * more), np.append(candidates, shares), np.append(cached, 0 * more)
-        )
-        scored = np.zeros(shape.tokens, np.int64)
-        scored[: candidate_rows.size] = candidate_rows
-        table = np.full((shape.rows, self.page_columns), -1, np.int64)
-        table[: len(pages), : pages.shape[1]] = pages
-        return (*parts, scored, table)
+        return graph.scores[: sum(candidates.tolist())].clone()
 
     def _record(self, shape: Shape) -> _Graph:
+        parts = shape.parts(self.page_columns)
+        size = packed_size(parts)
+        written = tuple(part.numpy() for part in unpack(parts, self._staged))
         none = np.zeros(0, np.int64)
-        parts = self._parts(shape, none, none, none, np.zeros((0, 1), np.int32))
-        pack(parts, self._staged[: packed_size(parts)].numpy())
+        describe(written, shape.longest, none, none, none, np.zeros((0, 1), np.int32))
         self._ints.copy_(self._staged)
         *fields, table = unpack(parts, self._ints)
         batch = HstuBatch.of(fields, shape.longest, shape.any_cached)
@@ -178,8 +180,46 @@ class HstuGraphs:
         recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recorded, pool=self._memory):
             scores = self.model(tokens, batch, kv)
-        return _Graph(recorded, scores)
+        return _Graph(recorded, scores, written, self._staged[:size], self._ints[:size])
 
 
 def _up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+@numba.njit(cache=True)
+def describe(
+    written: Any, longest: int, new: Any, candidates: Any, cached: Any, pages: Any
+) -> None:
+    """Write what `hstu.layout` makes of a batch and its page table, rounded up to a shape.
+
+    Args:
+        written: as `Shape.parts`.
+        longest: most candidates of a request that is there to fill up.
+        new: int64 [B], new history of the requests.
+        candidates: int64 [B].
+        cached: int64 [B].
+        pages: int32 [B, at most the columns of the table].
+    """
+    offsets, tails, olds, positions, scored, table = written
+    rows, tokens = tails.size, positions.size
+    start, count = 0, 0
+    missing = tokens - new.sum() - candidates.sum()
+    table[:] = -1
+    for row in range(rows):
+        history, old = 0, 0
+        if row < new.size:
+            history, old, tail = new[row], cached[row], candidates[row]
+            table[row, : pages.shape[1]] = pages[row]
+        else:
+            tail = min(missing, longest)
+            missing -= tail
+        offsets[row], tails[row], olds[row] = start, tail, old
+        for within in range(history + tail):
+            positions[start + within] = old + min(within, history)
+        for at in range(start + history, start + history + tail):
+            scored[count] = at
+            count += 1
+        start += history + tail
+    offsets[rows] = start
+    scored[count:] = 0

@@ -30,16 +30,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numba
 import numpy as np
 import torch
+from numba import types
 from numpy.typing import ArrayLike, NDArray
 
 from hlem_env.errors import ArgumentError, BackendError, require, require_number
 from hlem_env.eviction.protocol import EvictionPolicy, Times
-from hlem_env.live.kv_entries import EntryKind, KvEntries, Slots
+from hlem_env.live.kv_entries import HIT, STALE, EntryKind, KvEntries, Slots
 from hlem_env.live.pool import Owner, Pool
 
 _NOBODY: Slots = np.empty(0, np.int64)
+_INT64 = np.dtype(np.int64)
 _MORE_VICTIMS = 4
 """Victims asked for at first, beyond what entries of average size would take."""
 
@@ -76,8 +79,11 @@ class KvLayout:
 
     def pages(self, tokens: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int64]:
         """Pages [n] that so many tokens [n] take."""
-        blocks = -(-tokens // self.block_tokens) * self.layers
-        return -(-blocks // blocks_per_page)
+        counts = np.ascontiguousarray(tokens, np.int64)
+        pages: NDArray[np.int64] = _pages_of(
+            counts, self.block_tokens, self.layers, blocks_per_page
+        )
+        return pages
 
 
 @dataclass(eq=False)
@@ -98,6 +104,8 @@ class KvBatch:
     """[B, most pages of an entry]: the entry's pages, then -1."""
     slots: Slots
     """[B], the cache's own."""
+    pinned: NDArray[np.int64]
+    """[n] pages of the entries."""
     pages_before: NDArray[np.int32]
     """[B] pages that the entry held before the batch."""
     seen_before: NDArray[np.int32]
@@ -268,39 +276,35 @@ class KvCache:
         ids, lengths = _whole("users", users), _whole("history_lengths", history_lengths)
         new = _whole("new_items", new_items)
         prefixes = _whole("prefix_hashes", prefix_hashes, np.uint64)
-        times = np.asarray(now, np.float64)
-        for name, given in (
-            ("history_lengths", lengths),
-            ("new_items", new),
-            ("prefix_hashes", prefixes),
-        ):
-            require(given.shape == ids.shape, name, given.shape, f"the shape of users, {ids.shape}")
-        require(times.shape in ((), ids.shape), "now", times.shape, f"one time or {ids.shape}")
-        require(bool(np.isfinite(times).all()), "now", now, "finite seconds")
-        self._check_lengths(lengths)
-        wrong = (new < 0) | (new > lengths)
-        require(not wrong.any(), "new_items", new[wrong].tolist(), "0 to the history's length")
-        self._check_idle(ids.tolist())
+        times = np.array(now, np.float64)
+        self._check(ids, lengths, new, prefixes, times)
+        if times.ndim == 0:
+            times = np.full(ids.shape, times)
+        known = ids.tolist()
+        slots = self._idle_slots(known)
 
-        times = np.broadcast_to(times, ids.shape)
-        self._now = max(self._now, float(times.max(initial=self._now)))
-        slots = self._entries.find_or_add(EntryKind.USER, ids.tolist(), self._policy)
-        seen_before = self._entries.records["seen"][slots]
+        self._now = max([self._now, *times.tolist()])
+        self._entries.add(EntryKind.USER, known, slots, self._policy)
+        records = self._entries.records
+        seen_before = records["seen"][slots]
         self._validate(slots, lengths, new, prefixes, times)
-        self._set_in_flight(slots)
-        pages_before = self._entries.records["pages"][slots]
-        cached = self._entries.records["length"][slots]
-        admitted, more = self._admit(slots, lengths, times)
+        cached, pages_before = records["length"][slots], records["pages"][slots]
+        self._set_in_flight(slots, pages_before)
+        admitted, more = self._admit(slots, lengths, pages_before, times)
         self._extend(slots[admitted], more[admitted], prefixes[admitted], times[admitted])
-        self.pool.pin(self._entries.pages_between(slots, *self._spans(slots)))
+        pages = self._entries.pages_from(slots, np.zeros(slots.size, np.int32))
+        self.pool.pin(pages)
+        stop = cached.copy()
+        stop[admitted] = lengths[admitted]
         return KvBatch(
             users=ids,
             cached=cached,
             admitted=admitted,
             start=cached.copy(),
-            stop=np.where(admitted, lengths, cached).astype(np.int32),
-            page_table=self._page_table(slots),
+            stop=stop,
+            page_table=self._entries.page_table(slots),
             slots=slots,
+            pinned=pages,
             pages_before=pages_before,
             seen_before=seen_before,
         )
@@ -312,9 +316,8 @@ class KvCache:
             BackendError: the batch is not running.
         """
         self._finish(batch)
-        stored = batch.slots[batch.admitted]
-        self._tokens += int((batch.stop - batch.start).sum(dtype=np.int64))
-        self._entries.records["length"][stored] = batch.stop[batch.admitted]
+        self._tokens += sum((batch.stop - batch.start).tolist())
+        self._entries.records["length"][batch.slots] = batch.stop  # of the others as it was
 
     def abort(self, batch: KvBatch) -> None:
         """The batch did not run: entries are as long as before, and pages taken for it are free.
@@ -329,7 +332,7 @@ class KvCache:
         records["seen"][batch.slots] = batch.seen_before
         stored = batch.admitted
         slots, before = batch.slots[stored], batch.pages_before[stored]
-        pages = self._entries.pages_between(slots, before, records["pages"][slots])
+        pages = self._entries.pages_from(slots, before)
         self.pool.free_pages(pages)
         self.used_pages -= pages.size
         records["pages"][slots] = before
@@ -384,6 +387,32 @@ class KvCache:
         """Pages that may be taken without an eviction."""
         return min(self.capacity_pages - self.used_pages, self.pool.free_count)
 
+    def _check(
+        self,
+        users: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        new: NDArray[np.int64],
+        prefixes: NDArray[np.uint64],
+        times: NDArray[np.float64],
+    ) -> None:
+        """Refuse arguments of `begin` that are not what it allows."""
+        shape = users.shape
+        if not lengths.shape == new.shape == prefixes.shape == shape:
+            for name, given in (
+                ("history_lengths", lengths),
+                ("new_items", new),
+                ("prefix_hashes", prefixes),
+            ):
+                require(given.shape == shape, name, given.shape, f"the shape of users, {shape}")
+        if times.shape != shape and times.shape != ():
+            raise ArgumentError("now", times.shape, f"one time or {shape}")
+        if _allowed(lengths, new, times.reshape(-1), self.max_history_tokens):
+            return
+        require(bool(np.isfinite(times).all()), "now", times, "finite seconds")
+        self._check_lengths(lengths)
+        wrong = (new < 0) | (new > lengths)
+        require(not wrong.any(), "new_items", new[wrong].tolist(), "0 to the history's length")
+
     def _check_lengths(self, lengths: NDArray[np.int64]) -> None:
         wrong = (lengths < 0) | (lengths > self.max_history_tokens)
         require(
@@ -394,18 +423,18 @@ class KvCache:
             "their hash",
         )
 
-    def _check_idle(self, users: list[int]) -> None:
-        """Refuse users that stand twice in the batch or in a running one."""
+    def _idle_slots(self, users: list[int]) -> Slots:
+        """Slots [n], -1 where unknown, of users of whom none stands twice or is in a running batch."""
         if len(set(users)) < len(users):
             twice = sorted({user for user in users if users.count(user) > 1})
             raise ArgumentError("users", twice, "each once in a batch: split() it")
         slots = self._entries.find(EntryKind.USER, users)
-        busy = (slots >= 0) & self._entries.records["in_flight"][slots]
-        if busy.any():
+        busy = self._entries.busy(slots)
+        if busy >= 0:
             raise BackendError(
-                f"user {users[int(np.argmax(busy))]} has a request in a running batch: commit or "
-                "abort that first"
+                f"user {users[busy]} has a request in a running batch: commit or abort that first"
             )
+        return slots
 
     def _validate(
         self,
@@ -416,41 +445,44 @@ class KvCache:
         times: NDArray[np.float64],
     ) -> None:
         """Drop entries that the requests cannot reuse, and tell the policy of hits and misses."""
-        records = self._entries.records
-        stored = records["row"][slots] >= 0
-        hit = (
-            stored
-            & (records["version"][slots] == self.model_version)
-            & (records["prefix"][slots] == prefixes)
-            & (records["seen"][slots] <= lengths - new)
-        )
+        found = self._entries.visit(slots, lengths, new, prefixes, self.model_version)
+        hit = found == HIT
         self._policy.describe(slots, lengths)
+        if np.count_nonzero(hit) == slots.size:
+            self._policy.on_hit(slots, times)
+            return
         self._policy.on_hit(slots[hit], times[hit])
         self._policy.on_miss(slots[~hit], times[~hit])
-        stale = slots[stored & ~hit]
+        stale = slots[found == STALE]
         self.invalidated += stale.size
         self._drop(stale)
-        records["seen"][slots] = lengths
 
-    def _set_in_flight(self, slots: Slots) -> None:
+    def _set_in_flight(self, slots: Slots, pages: NDArray[np.int32]) -> None:
         self._policy.pin(slots)
         self._entries.records["in_flight"][slots] = True
-        self._pinned_pages += int(self._entries.records["pages"][slots].sum(dtype=np.int64))
+        self._pinned_pages += sum(pages.tolist())
 
     def _admit(
-        self, slots: Slots, lengths: NDArray[np.int64], times: NDArray[np.float64]
+        self,
+        slots: Slots,
+        lengths: NDArray[np.int64],
+        pages_before: NDArray[np.int32],
+        times: NDArray[np.float64],
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Decide in order who is stored, and evict for it: (admitted [B], pages to add [B])."""
-        more = self._pages_for(lengths) - self._entries.records["pages"][slots]
+        more = self._pages_for(lengths) - pages_before
         admitted = lengths > 0
+        wanted = more.tolist()
+        if sum(wanted) <= self._room():
+            return admitted, more
         promised = 0
         for i in np.flatnonzero(admitted).tolist():
-            pages = int(more[i])
+            pages = wanted[i]
             if pages and not self._make_room(promised, pages, slots[i : i + 1], times[i : i + 1]):
                 admitted[i] = False
+                self.not_admitted += 1
             else:
                 promised += pages
-        self.not_admitted += int(np.count_nonzero((lengths > 0) & ~admitted))
         return admitted, more
 
     def _make_room(self, promised: int, pages: int, slot: Slots, time: NDArray[np.float64]) -> bool:
@@ -497,7 +529,7 @@ class KvCache:
         """Free the entries' pages; returns how many."""
         if slots.size == 0:
             return 0
-        pages = self._entries.pages_between(slots, *self._spans(slots))
+        pages = self._entries.pages_from(slots, np.zeros(slots.size, np.int32))
         self.pool.free_pages(pages)
         self.used_pages -= pages.size
         self._tokens -= int(self._entries.records["length"][slots].sum(dtype=np.int64))
@@ -517,19 +549,14 @@ class KvCache:
         times: NDArray[np.float64],
     ) -> None:
         """Give entries [n] so many more pages; users without one get one."""
-        records = self._entries.records
-        fresh = records["row"][slots] < 0
-        self._entries.add_rows(slots[fresh])
-        self._policy.on_insert(slots[fresh], times[fresh])
-        self._count += int(np.count_nonzero(fresh))
-        records["version"][slots] = self.model_version
-        records["prefix"][slots] = prefixes
-        before = records["pages"][slots]
-        after = (before + more).astype(np.int32)
-        total = int(more.sum())
+        fresh = self._entries.records["row"][slots] < 0
+        if np.count_nonzero(fresh):
+            self._entries.add_rows(slots[fresh])
+            self._policy.on_insert(slots[fresh], times[fresh])
+            self._count += int(np.count_nonzero(fresh))
+        total = sum(more.tolist())
         pages = self.pool.alloc_pages(total, Owner.KV)
-        self._entries.set_pages_between(slots, before, after, pages)
-        records["pages"][slots] = after
+        self._entries.grow(slots, more, pages, prefixes, self.model_version)
         self.used_pages += total
         self._pinned_pages += total
 
@@ -538,30 +565,43 @@ class KvCache:
         if not batch.running:
             raise BackendError(f"the batch of users {batch.users.tolist()[:8]} ended already")
         batch.running = False
-        records = self._entries.records
-        pages = self._entries.pages_between(batch.slots, *self._spans(batch.slots))
-        self.pool.unpin(pages)
+        self.pool.unpin(batch.pinned)
         self._policy.unpin(batch.slots)
-        self._pinned_pages -= pages.size
-        records["in_flight"][batch.slots] = False
-
-    def _spans(self, slots: Slots) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """First and last page of the entries: 0 and how many they hold."""
-        pages: NDArray[np.int32] = self._entries.records["pages"][slots]
-        return np.zeros_like(pages), pages
-
-    def _page_table(self, slots: Slots) -> NDArray[np.int32]:
-        """Pages [B, max_pages] of the users' entries, -1 beyond."""
-        rows, pages = self._entries.records["row"][slots], self._entries.records["pages"][slots]
-        columns = np.arange(self.max_pages)
-        return np.where(columns < pages[:, None], self._entries.table[rows], np.int32(-1))
+        self._pinned_pages -= batch.pinned.size
+        self._entries.records["in_flight"][batch.slots] = False
 
 
 def _whole(name: str, values: ArrayLike, dtype: type = np.int64) -> NDArray[Any]:
-    """The values as integers [n]; unsigned ones do not wrap where they are compared."""
+    """The values as integers [n], a copy; unsigned ones do not wrap where they are compared."""
+    if type(values) is np.ndarray and values.dtype == _INT64 and values.ndim == 1:
+        return values.astype(dtype)
     given = np.atleast_1d(np.asarray(values))
     whole = np.issubdtype(given.dtype, np.integer) or given.size == 0
     require(whole and given.ndim == 1, name, values, "whole numbers [n]")
     if given.dtype == np.uint64 and dtype is np.int64:
         require(bool((given < 2**63).all()), name, values, "below 2^63")
     return given.astype(dtype)
+
+
+_COUNTS = types.Array(types.int64, 1, "C", readonly=True)
+_TIMES = types.Array(types.float64, 1, "C", readonly=True)
+
+
+@numba.njit([types.b1(_COUNTS, _COUNTS, _TIMES, types.int64)], cache=True)
+def _allowed(lengths: Any, new: Any, times: Any, most: int) -> bool:
+    """Whether 0 <= new <= lengths <= most, and all times are finite."""
+    good = True
+    for i in range(lengths.size):
+        good &= 0 <= new[i] <= lengths[i] <= most
+    for time in times:
+        good &= np.isfinite(time)
+    return good
+
+
+@numba.njit([types.int64[::1](_COUNTS, types.int64, types.int64, types.int64)], cache=True)
+def _pages_of(tokens: Any, block_tokens: int, layers: int, blocks_per_page: int) -> Any:
+    pages = np.empty(tokens.size, np.int64)
+    for i in range(tokens.size):
+        blocks = -(-tokens[i] // block_tokens) * layers
+        pages[i] = -(-blocks // blocks_per_page)
+    return pages

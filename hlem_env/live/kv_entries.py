@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
+import numba
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from hlem_env.errors import BackendError, require
@@ -12,7 +15,7 @@ from hlem_env.eviction.protocol import EvictionPolicy
 
 Slots = NDArray[np.int64]
 
-_INITIAL_SLOTS = 1024
+_INITIAL_INTS = 1024
 _FORGOTTEN_SHARE = 16
 """A full table forgets one in so many at a time: a short pause, and not with every new user."""
 
@@ -36,6 +39,10 @@ RECORD = np.dtype(
         ("prefix", "u8"),  # hash that the history came with
     ]
 )
+
+
+ABSENT, STALE, HIT = range(3)
+"""What `KvEntries.visit` finds: no entry, one that the request cannot reuse, one that it can."""
 
 
 class KvEntries:
@@ -65,7 +72,7 @@ class KvEntries:
         self._slot_of: dict[tuple[int, int], int] = {}
         self._free_slots: list[int] = []
         self._free_rows = list(range(entries - 1, -1, -1))
-        self._grow(min(_INITIAL_SLOTS, most_users))
+        self._enlarge(min(_INITIAL_INTS, most_users))
 
     @property
     def users(self) -> int:
@@ -77,19 +84,22 @@ class KvEntries:
         get, whose = self._slot_of.get, int(kind)  # an enum hashes by its name, and slowly
         return np.array([get((whose, one), -1) for one in ids], np.int64)
 
-    def find_or_add(self, kind: EntryKind, ids: list[int], policy: EvictionPolicy) -> Slots:
-        """Slots [n] of different users; unknown ones get one that remembers nothing.
+    def busy(self, slots: Slots) -> int:
+        """Place of the first of slots [n], -1 among them, that is in flight; -1 for none."""
+        return int(_first_in_flight(self.records, slots))
+
+    def add(self, kind: EntryKind, ids: list[int], slots: Slots, policy: EvictionPolicy) -> None:
+        """Give those of different users whose slot is -1 one that remembers nothing; `slots` is written.
 
         Raises:
             BackendError: there are more users in flight than may be remembered.
         """
-        slots = self.find(kind, ids)
+        if -1 not in slots.tolist():
+            return
         new = np.flatnonzero(slots < 0)
-        if new.size == 0:
-            return slots
         while len(self._free_slots) < new.size:
             if self.records.size < self._most_users:
-                self._grow(min(2 * self.records.size, self._most_users))
+                self._enlarge(min(2 * self.records.size, self._most_users))
             else:
                 self._forget(new.size, slots[slots >= 0], policy)
         for i in new.tolist():
@@ -100,7 +110,37 @@ class KvEntries:
         self.records["id"][added] = [ids[i] for i in new.tolist()]
         self.records["kind"][added] = kind
         self.records["row"][added] = -1
-        return slots
+
+    def visit(
+        self,
+        slots: Slots,
+        lengths: NDArray[np.int64],
+        new: NDArray[np.int64],
+        prefixes: NDArray[np.uint64],
+        version: int,
+    ) -> NDArray[np.int8]:
+        """What requests [n] find, int8 [n]: ABSENT, STALE or HIT. They are their users' last ones now.
+
+        Args:
+            slots: [n], of different users.
+            lengths: [n] history tokens.
+            new: [n] of those, appended since the last request.
+            prefixes: [n] hashes.
+            version: of the model.
+        """
+        found: NDArray[np.int8] = _visit(self.records, slots, lengths, new, prefixes, version)
+        return found
+
+    def grow(
+        self,
+        slots: Slots,
+        more: NDArray[np.int64],
+        pages: NDArray[np.int64],
+        prefixes: NDArray[np.uint64],
+        version: int,
+    ) -> None:
+        """Append pages, the first `more[0]` of them to the first entry and so on, for these histories."""
+        _grow(self.records, self.table, slots, more, pages, prefixes, version)
 
     def add_rows(self, slots: Slots) -> None:
         """Give users without an entry an empty one."""
@@ -113,35 +153,17 @@ class KvEntries:
         for name, value in (("row", -1), ("pages", 0), ("length", 0)):
             self.records[name][slots] = value
 
-    def pages_between(
-        self, slots: Slots, first: NDArray[np.int32], last: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
-        """Columns first (inclusive) to last (exclusive) of the users' rows, one after the other."""
-        rows, mask = self._mask(slots, first, last)
-        pages: NDArray[np.int32] = self.table[rows, : mask.shape[1]][mask]
+    def pages_from(self, slots: Slots, first: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Pages of entries [n], each from its page number `first` on, one after the other."""
+        pages: NDArray[np.int64] = _pages_from(self.records, self.table, slots, first)
         return pages
 
-    def set_pages_between(
-        self,
-        slots: Slots,
-        first: NDArray[np.int32],
-        last: NDArray[np.int32],
-        pages: NDArray[np.int64],
-    ) -> None:
-        """Write what `pages_between` reads."""
-        rows, mask = self._mask(slots, first, last)
-        user, column = np.nonzero(mask)
-        self.table[rows[user], column] = pages
+    def page_table(self, slots: Slots) -> NDArray[np.int32]:
+        """Pages int32 [n, pages_per_entry] of the users' entries, -1 beyond."""
+        table: NDArray[np.int32] = _page_table(self.records, self.table, slots)
+        return table
 
-    def _mask(
-        self, slots: Slots, first: NDArray[np.int32], last: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Rows [n] and, [n, columns], which of their columns lie in [first, last)."""
-        columns = np.arange(int(last.max(initial=0)), dtype=np.int32)
-        mask = (columns >= first[:, None]) & (columns < last[:, None])
-        return self.records["row"][slots], mask
-
-    def _grow(self, slots: int) -> None:
+    def _enlarge(self, slots: int) -> None:
         before = self.records.size
         self.records = np.concatenate((self.records, np.zeros(slots - before, RECORD)))
         self.records["row"][before:] = -1
@@ -166,3 +188,73 @@ class KvEntries:
         for key in zip(records["kind"].tolist(), records["id"].tolist(), strict=True):
             del self._slot_of[key]
         self._free_slots.extend(slots.tolist())
+
+
+_RECORDS = numba.from_dtype(RECORD)[::1]
+_TABLE = types.int32[:, ::1]
+_INTS = types.Array(types.int64, 1, "C", readonly=True)
+_HASHES = types.Array(types.uint64, 1, "C", readonly=True)
+_FIRST = types.Array(types.int32, 1, "C", readonly=True)
+
+
+@numba.njit([types.int64(_RECORDS, _INTS)], cache=True)
+def _first_in_flight(records: Any, slots: Any) -> int:
+    for i in range(slots.size):
+        if slots[i] >= 0 and records[slots[i]].in_flight:
+            return i
+    return -1
+
+
+@numba.njit([types.int8[::1](_RECORDS, _INTS, _INTS, _INTS, _HASHES, types.int64)], cache=True)
+def _visit(
+    records: Any, slots: Any, lengths: Any, new: Any, prefixes: Any, version: int
+) -> NDArray[np.int8]:
+    found = np.full(slots.size, ABSENT, np.int8)
+    for i in range(slots.size):
+        one = records[slots[i]]
+        if one.row >= 0:
+            same = one.version == version and one.prefix == prefixes[i]
+            found[i] = HIT if same and one.seen <= lengths[i] - new[i] else STALE
+        one.seen = lengths[i]
+    return found
+
+
+@numba.njit(
+    [types.void(_RECORDS, _TABLE, _INTS, _INTS, _INTS, _HASHES, types.int64)],
+    cache=True,
+)  # fmt: skip
+def _grow(
+    records: Any, table: Any, slots: Any, more: Any, pages: Any, prefixes: Any, version: int
+) -> None:
+    taken = 0
+    for i in range(slots.size):
+        one = records[slots[i]]
+        for page in pages[taken : taken + more[i]]:
+            table[one.row, one.pages] = page
+            one.pages += 1
+        taken += more[i]
+        one.version, one.prefix = version, prefixes[i]
+
+
+@numba.njit([types.int64[::1](_RECORDS, _TABLE, _INTS, _FIRST)], cache=True)
+def _pages_from(records: Any, table: Any, slots: Any, first: Any) -> NDArray[np.int64]:
+    total = 0
+    for i in range(slots.size):
+        total += max(records[slots[i]].pages - first[i], 0)
+    pages = np.empty(total, np.int64)
+    at = 0
+    for i in range(slots.size):
+        one = records[slots[i]]
+        for column in range(first[i], one.pages):
+            pages[at] = table[one.row, column]
+            at += 1
+    return pages
+
+
+@numba.njit([_TABLE(_RECORDS, _TABLE, _INTS)], cache=True)
+def _page_table(records: Any, table: Any, slots: Any) -> NDArray[np.int32]:
+    pages = np.full((slots.size, table.shape[1]), -1, np.int32)
+    for i in range(slots.size):
+        one = records[slots[i]]
+        pages[i, : one.pages] = table[one.row, : one.pages]
+    return pages

@@ -122,8 +122,10 @@ class LiveNode:
         self.pool = Pool(config.pool_bytes, config.page_bytes, config.device)
         cuda = self.device.type == "cuda"
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, pin_memory=cuda)
+        self._counted: Ints = self._counters.numpy()
         self._graphs: HstuGraphs | None = None
         self._transfers = torch.cuda.Stream(self.device) if cuda else None
+        self._completed = torch.cuda.Event() if cuda else None
         self.reset(0)
         if cuda:
             self._graphs = HstuGraphs(
@@ -194,6 +196,8 @@ class LiveNode:
         As many as the token budget allows, what is cached left out, no user twice, and no more pages
         than there are.
         """
+        if len(waiting) == 1:
+            return 1
         some = waiting[: self.config.token_budget // self._items.fewest_candidates + 1]
         lengths = some.history_length.astype(np.int64)
         tokens = np.cumsum(lengths - self._reusable(some)[1] + self._items.candidates(some))
@@ -222,8 +226,8 @@ class LiveNode:
             keys = self._items.keys(requests, window, cached)
             rows = self.embedding.lookup(keys, now_s)
             self._counters.copy_(self.embedding.state.counters, non_blocking=True)
-            looked_up = self.refill.mark()
-            scores = self._scores(rows, batch, lengths - cached, candidates)
+            looked_up = self.refill.mark() if len(waiting) else None
+            scores = self._scores(rows, batch, cached, lengths - cached, candidates)
             self._prefetch(waiting, len(requests), looked_up)
             self._finish(now_s - start_s)
         except BaseException:
@@ -233,7 +237,7 @@ class LiveNode:
         self.kv.commit(batch)
         self._items.served(requests)
         self.partition.settle()
-        missed, self._missed = self._missed, int(self._counters[MISSED])
+        missed, self._missed = self._missed, int(self._counted[MISSED])
         return Executed(
             scores=scores,
             reused=cached,
@@ -326,16 +330,18 @@ class LiveNode:
         finally:
             torch.set_num_threads(before)
 
-    def _scores(self, rows: Tensor, kv: KvBatch, new: Ints, candidates: Ints) -> Tensor:
+    def _scores(
+        self, rows: Tensor, kv: KvBatch, cached: Ints, new: Ints, candidates: Ints
+    ) -> Tensor:
         """Scores [sum of candidates] from the rows [N * tables, dim] of all tokens."""
-        config, cached = self.config, kv.cached.astype(np.int64)
+        config = self.config
         rows = rows.view(-1, config.tables, config.dim)
-        widest = int((kv.page_table >= 0).sum(axis=1).max(initial=0))
-        pages = kv.page_table[:, :widest]
         if self._graphs is not None:
             shape = self._graphs.shape(new + candidates, cached)
             if shape is not None:
-                return self._graphs.run(shape, rows, new, candidates, cached, pages)
+                return self._graphs.run(shape, rows, new, candidates, cached, kv.page_table)
+        widest = int((kv.page_table >= 0).sum(axis=1).max(initial=0))
+        pages = kv.page_table[:, :widest]
         batch = HstuBatch.build(new, candidates, cached, self.model.config, self.device)
         paged = PagedKv(
             blocks=self.kv.blocks,
@@ -380,13 +386,15 @@ class LiveNode:
         Args:
             clock_offset_s: of the workload's clock to the time source's.
         """
-        if self.device.type == "cpu":
+        done = self._completed
+        if done is None:
             return
-        done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(self.pool.device.index))
+        moving = not self.refill.idle
         while not done.query():
-            if not self.refill.idle:
+            if moving:
                 self.refill.step(self.time_source.now() + clock_offset_s, self.last_p99_ms)
+                moving = not self.refill.idle
 
     def _kv_pages(self, tokens: Ints) -> Ints:
         return self.kv.layout.pages(tokens, self.kv.blocks_per_page)

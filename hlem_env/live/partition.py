@@ -64,6 +64,9 @@ class Move:
     evicted_rows: int
 
 
+_NO_MOVE = Move(0, 0, 0, 0, 0)
+
+
 class Partition:
     """Moves pages of a pool between the two caches.
 
@@ -103,7 +106,7 @@ class Partition:
 
     def settle(self) -> Move:
         """Complete what was pending as far as possible; call it whenever requests have ended."""
-        return self._advance()
+        return _NO_MOVE if self.pending_pages == 0 else self._advance()
 
     def _in_use(self) -> int:
         """Pages of the embedding cache, without those that it gave up but a pin still holds."""

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """One allocation of memory, cut into pages that the two caches own.
 
 Changing a page's owner is bookkeeping on the host: nothing is copied, and the device is never asked
@@ -14,9 +15,12 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numba
 import numpy as np
 import torch
+from numba import types
 from numpy.typing import ArrayLike, NDArray
 
 from hlem_env.errors import ArgumentError, BackendError, require, require_number
@@ -35,6 +39,10 @@ class Owner(enum.IntEnum):
 
 _FREE, _EMBEDDING, _KV = (int(owner) for owner in Owner)
 # Arrays compare with plain integers: numpy needs 10 us to find out what an enum's member is.
+
+
+_NO_FAULT, _UNKNOWN, _TWICE, _NOT_IN_USE = range(4)
+"""What can be wrong with a page that is named in a call."""
 
 
 class PoolExhausted(BackendError):
@@ -195,7 +203,7 @@ class Pool:
             ArgumentError: a page does not exist or stands twice in the list.
             BackendError: nobody owns one of them, or it was freed already.
         """
-        ids = self._checked(pages, "freed")
+        ids = self._ids(pages, "freed")
         pinned = self._pins[ids] > 0
         if pinned.any():
             waiting = ids[pinned]
@@ -211,7 +219,7 @@ class Pool:
             ArgumentError: a page does not exist or stands twice in the list.
             BackendError: nobody owns one of them, or it was freed already.
         """
-        self._pins[self._checked(pages, "pinned")] += 1
+        self._pins[self._ids(pages, "pinned")] += 1
 
     def unpin(self, pages: ArrayLike) -> None:
         """Undo one `pin` of pages [n]; pending ones without a pin become free.
@@ -221,12 +229,11 @@ class Pool:
             BackendError: one of them is not pinned.
         """
         ids = self._ids(pages)
-        left = self._pins[ids] - 1
-        if (left < 0).any():
-            raise BackendError(f"page {ids[left < 0][0]} is unpinned but was not pinned")
-        self._pins[ids] = left
-        done = ids[(left == 0) & self._pending[ids]]
-        if done.size:
+        loose, pending = _unpin(self._pins, self._pending, ids)
+        if loose >= 0:
+            raise BackendError(f"page {ids[loose]} is unpinned but was not pinned")
+        if pending:
+            done = ids[(self._pins[ids] == 0) & self._pending[ids]]
             self._pending[done] = False
             self._add(self._pending_count, done, -1)
             self._release(done)
@@ -271,31 +278,20 @@ class Pool:
         )
         return self.memory.view(dtype).view(-1, *shape)
 
-    def _ids(self, pages: ArrayLike) -> NDArray[np.int64]:
-        """The pages as int64 [n], each existing and named once."""
-        given = np.atleast_1d(np.asarray(pages))
-        whole = np.issubdtype(given.dtype, np.integer) or given.size == 0
-        require(whole and given.ndim == 1, "pages", pages, "a list of page numbers")
-        ids = given.astype(np.int64, copy=False)
-        if ids.size == 0:
-            return ids
-        outside = (ids < 0) | (ids >= self.pages)
-        if outside.any():
-            raise self._unknown(int(ids[outside][0]))
-        order = np.arange(ids.size)
-        self._stamp[ids] = order  # of a page named twice only the last stays
-        twice = self._stamp[ids] != order
-        if twice.any():
-            raise ArgumentError("pages", int(ids[twice][0]), "each page once in a call")
-        return ids
-
-    def _checked(self, pages: ArrayLike, verb: str) -> NDArray[np.int64]:
-        """The same, all owned and not yet freed."""
-        ids = self._ids(pages)
-        bad = (self.owner[ids] == _FREE) | self._pending[ids]
-        if bad.any():
-            raise self._not_in_use(ids[bad], verb)
-        return ids
+    def _ids(self, pages: ArrayLike, verb: str = "") -> NDArray[np.int64]:
+        """The pages as int64 [n], each existing and named once; with a verb, also owned and not freed."""
+        given = np.asarray(pages)
+        if given.dtype != np.int64 or given.ndim != 1 or not given.flags.c_contiguous:
+            given = _whole(given)
+        fault, at = _fault(self.owner, self._pending, self._stamp, given, bool(verb))
+        if fault == _UNKNOWN:
+            raise self._unknown(int(given[at]))
+        if fault == _TWICE:
+            raise ArgumentError("pages", int(given[at]), "each page once in a call")
+        if fault == _NOT_IN_USE:
+            bad = given[(self.owner[given] == _FREE) | self._pending[given]]
+            raise self._not_in_use(bad, verb)
+        return given
 
     def _release(self, ids: NDArray[np.int64]) -> None:
         self._add(self._count, ids, -1)
@@ -322,3 +318,56 @@ class Pool:
         state = "was freed already" if self._pending[page] else "belongs to nobody"
         more = f" (and {len(ids) - 1} more)" if len(ids) > 1 else ""
         return BackendError(f"page {page}{more} cannot be {verb}: it {state}")
+
+
+def _whole(given: NDArray[Any]) -> NDArray[np.int64]:
+    """A list of page numbers as int64 [n], contiguous."""
+    given = np.atleast_1d(given)
+    whole = np.issubdtype(given.dtype, np.integer) or given.size == 0
+    require(whole and given.ndim == 1, "pages", given, "a list of page numbers")
+    return np.ascontiguousarray(given, np.int64)
+
+
+_PAGES = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@numba.njit(
+    [types.UniTuple(types.int64, 2)(types.int8[::1], types.b1[::1], types.int64[::1], _PAGES, types.b1)],
+    cache=True,
+)  # fmt: skip
+def _fault(owner: Any, pending: Any, stamp: Any, pages: Any, in_use: bool) -> tuple[int, int]:
+    """What is wrong, and where first, with pages that are to be different and perhaps in use.
+
+    Changes `stamp` alone.
+    """
+    for i in range(pages.size):
+        if pages[i] < 0 or pages[i] >= owner.size:
+            return _UNKNOWN, i
+    for i in range(pages.size):
+        stamp[pages[i]] = i  # of a page named twice only the last stays
+    for i in range(pages.size):
+        if stamp[pages[i]] != i:
+            return _TWICE, i
+    for i in range(pages.size):
+        if in_use and (owner[pages[i]] == _FREE or pending[pages[i]]):
+            return _NOT_IN_USE, i
+    return _NO_FAULT, -1
+
+
+@numba.njit(
+    [types.UniTuple(types.int64, 2)(types.int32[::1], types.b1[::1], _PAGES)], cache=True
+)  # fmt: skip
+def _unpin(pins: Any, pending: Any, pages: Any) -> tuple[int, int]:
+    """Undo one pin of each page, or of none where one has no pin.
+
+    Returns:
+        The place of the first one without a pin, else -1; pending pages that have none left.
+    """
+    for i in range(pages.size):
+        if pins[pages[i]] == 0:
+            return i, 0
+    freed = 0
+    for i in range(pages.size):
+        pins[pages[i]] -= 1
+        freed += pins[pages[i]] == 0 and pending[pages[i]]
+    return -1, freed

@@ -203,7 +203,7 @@ class Refill:
         if self._stream is None:
             return None
         here = torch.cuda.Event()
-        here.record()
+        here.record(torch.cuda.current_stream(self.cache.device.index))
         return here
 
     def aside(self, after: torch.cuda.Event | None) -> Any:

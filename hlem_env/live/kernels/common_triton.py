@@ -7,6 +7,7 @@ loads in every warp otherwise.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -149,3 +150,16 @@ def blocks(n: int, size: int) -> int:
 def aligned(rows: Tensor) -> Tensor:
     """The same at an address that is a multiple of 16, which the kernels are compiled for."""
     return rows if rows.data_ptr() % 16 == 0 and rows.is_contiguous() else rows.clone()
+
+
+_launchers: defaultdict[tuple[int | bool, ...], Launcher] = defaultdict(Launcher)
+
+
+def launcher(device: torch.device, *numbers: int) -> Launcher:
+    """For kernels that no object owns.
+
+    Args:
+        device: that they run on.
+        numbers: arguments that may need 64 bits: a kernel is compiled for which of them do.
+    """
+    return _launchers[device.index, *[-(2**31) <= number < 2**31 for number in numbers]]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hlem_env.live.kernels.common_triton import Launcher, aligned, blocks
+from hlem_env.live.kernels.common_triton import aligned, blocks, launcher
 
 LINK = {"num_warps": 2}
 """Options of kernels that read over the link."""
@@ -71,11 +71,6 @@ def rows_per_ticket(words: int) -> int:
     return max(1, WORDS_PER_TICKET // int(triton.next_power_of_2(words)))
 
 
-@functools.cache
-def _launcher(device: torch.device) -> Launcher:
-    return Launcher()
-
-
 def _read(
     host: Tensor, rows: Tensor, slot_of: Tensor | None, out: Tensor, staged: Tensor, programs: int
 ) -> None:
@@ -86,7 +81,7 @@ def _read(
     words = source.shape[1]
     ticket = rows_per_ticket(words)
     tickets = torch.zeros(4, dtype=torch.int32, device=rows.device)
-    _launcher(rows.device)(
+    launcher(rows.device)(
         torch.cuda.current_stream(rows.device), _gather,
         max(min(programs, blocks(n, ticket)), 1),
         (source, rows, rows if slot_of is None else slot_of, out.view(torch.int32), staged, tickets,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.kernels.common_triton import aligned, blocks, launcher
 from hlem_env.live.kernels.token_rows_triton import _mix
 
 BLOCK = 128
@@ -16,11 +17,12 @@ BLOCK = 128
 
 def item_rows(items: Tensor, tables: HostTables) -> Tensor:
     """Rows int64 [n * tables] of items, int64 [n]."""
-    n = items.shape[0]
-    out = torch.empty(n * tables.tables, dtype=torch.int64, device=items.device)
-    _item_rows[(triton.cdiv(n, BLOCK),)](
-        items, out, n, tables.seed, tables.rows_per_table, TABLES=tables.tables, BLOCK=BLOCK
-    )
+    n, device, numbers = items.shape[0], items.device, (tables.seed, tables.rows_per_table)
+    out = torch.empty(n * tables.tables, dtype=torch.int64, device=device)
+    launcher(device, *numbers)(
+        torch.cuda.current_stream(device.index), _item_rows, blocks(n, BLOCK),
+        (aligned(items), out, n, *numbers), (tables.tables, BLOCK), {},
+    )  # fmt: skip
     return out
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hlem_env.live.hashing import MULTIPLIERS, STEP
 from hlem_env.live.histories import USER_STEP, Histories
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.kernels.common_triton import aligned, blocks, launcher
 
 BLOCK = 128
 
@@ -27,17 +28,23 @@ def token_rows(
     spans: Tensor, tokens: int, histories: Histories, tables: HostTables, candidate_user: int
 ) -> Tensor:
     """See `token_rows.token_rows`."""
-    out = torch.empty(tokens * tables.tables, dtype=torch.int64, device=spans.device)
+    device = spans.device
+    out = torch.empty(tokens * tables.tables, dtype=torch.int64, device=device)
     popularity = histories.popularity
-    head, tail = popularity.on(spans.device)
-    requests = spans.shape[1]
-    _token_rows[(triton.cdiv(tokens, BLOCK),)](
-        spans, head, tail, out, requests, tokens, candidate_user, histories.seed * USER_STEP,
-        popularity.items, tables.seed, tables.rows_per_table,
-        # More bits than needed do no harm, and few numbers of them mean few compilations.
-        REQUEST_BITS=triton.cdiv(requests.bit_length(), 4) * 4, HEAD=head.shape[0],
-        HEAD_BITS=head.shape[0].bit_length(), HAS_TAIL=popularity.items > head.shape[0],
-        LOGARITHMIC=popularity.logarithmic, TABLES=tables.tables, BLOCK=BLOCK,
+    head, tail = popularity.on(device)
+    requests, ranks = spans.shape[1], head.shape[0]
+    numbers = (
+        candidate_user, histories.seed * USER_STEP, popularity.items, tables.seed,
+        tables.rows_per_table,
+    )  # fmt: skip
+    # More bits than needed do no harm, and few numbers of them mean few compilations.
+    request_bits = blocks(requests.bit_length(), 4) * 4
+    launcher(device, *numbers)(
+        torch.cuda.current_stream(device.index), _token_rows, blocks(tokens, BLOCK),
+        (aligned(spans), head, tail, out, requests, tokens, *numbers),
+        (request_bits, ranks, ranks.bit_length(), popularity.items > ranks, popularity.logarithmic,
+         tables.tables, BLOCK),
+        {},
     )  # fmt: skip
     return out
 
