@@ -118,15 +118,19 @@ class RankedQueue(VictimQueue):
             self._forget(first)
             return first
         owned = int((self.state.stamp < FOREIGN).sum())
-        wanted = len(first) - free
-        candidates = self._candidates(owned, wanted)
-        queued = super().take(free + candidates, limit, batch)[free:]
-        oldest, rest = queued.tensor_split([min(self._by_recency, wanted)])
+        queued = super().take(free + self._candidates(owned, len(first) - free), limit, batch)
+        # It may have sorted anew, and then slots that a full set of the index freed come in between.
+        free = min(int((self.state.stamp[queued] == FREE).sum()), len(first))
+        queued, wanted = (
+            queued[: free + self._candidates(owned, len(first) - free)],
+            len(first) - free,
+        )
+        spare, oldest, rest = queued.tensor_split([free, free + min(self._by_recency, wanted)])
         farness = (self._next[rest] - self._now).abs()
         order = farness.sort(descending=True, stable=True).indices[: wanted - len(oldest)]
         chosen = rest[order]
         self._note_gone(self.state.row_of[chosen])
-        victims = torch.cat((first[:free], oldest, chosen))
+        victims = torch.cat((spare, oldest, chosen))
         self._forget(victims)
         return victims
 

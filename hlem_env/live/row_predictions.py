@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 
 import numpy as np
 
+from hlem_env.errors import BackendError
 from hlem_env.eviction.predictor import Floats, Predictor
 from hlem_env.eviction.protocol import Keys
 
@@ -27,6 +29,8 @@ class RowPredictions:
     def __init__(self, predictor: Predictor, answer: Callable[[Keys, Floats], None]) -> None:
         self.dropped = 0
         """Batches of which nothing was predicted, since the thread was behind."""
+        self.error: Exception | None = None
+        """What ended the predictions: they are not usable any more."""
         self._predictor, self._answer = predictor, answer
         self._asked: queue.Queue[tuple[Callable[[], Keys], float] | None] = queue.Queue(
             BATCHES_WAITING
@@ -37,7 +41,7 @@ class RowPredictions:
     @property
     def usable(self) -> bool:
         """Whether the predictions are worth following now."""
-        return self._predictor.usable
+        return self.error is None and self._predictor.usable
 
     def has_room(self) -> bool:
         """Whether another batch can be asked for; counts it as dropped if not. One thread asks."""
@@ -50,8 +54,14 @@ class RowPredictions:
         self._asked.put_nowait((keys, now))
 
     def wait(self) -> None:
-        """Wait until all that was asked is answered."""
+        """Wait until all that was asked is answered.
+
+        Raises:
+            BackendError: an error ended the predictions.
+        """
         self._asked.join()
+        if self.error is not None:
+            raise BackendError(f"rows are no longer predicted: {self.error!r}") from self.error
 
     def close(self) -> None:
         """End the thread."""
@@ -61,10 +71,19 @@ class RowPredictions:
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            keys, now = asked
-            rows = np.unique(keys())
-            gaps = self._predictor.access(rows, np.full(len(rows), now))
-            gaps = np.where(np.isnan(gaps), np.inf, np.maximum(gaps, 0.0))
-            self._answer(rows, now + gaps)
-            self._asked.task_done()
+            try:
+                if self.error is None:
+                    self._predict(*asked)
+            except Exception as error:
+                # Else nobody would take what is asked, and `wait` would wait for ever.
+                logging.getLogger(__name__).warning("rows are no longer predicted: %r", error)
+                self.error = error
+            finally:
+                self._asked.task_done()
         self._asked.task_done()
+
+    def _predict(self, keys: Callable[[], Keys], now: float) -> None:
+        rows = np.unique(keys())
+        gaps = self._predictor.access(rows, np.full(len(rows), now))
+        gaps = np.where(np.isnan(gaps), np.inf, np.maximum(gaps, 0.0))
+        self._answer(rows, now + gaps)

@@ -59,7 +59,7 @@ class NoStream:
 class NoEvent:
     """An event that has passed."""
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         pass
 
     def query(self) -> bool:

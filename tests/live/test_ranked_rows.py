@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from hlem_env.errors import BackendError
 from hlem_env.eviction.predictor import GivenGaps
 from hlem_env.eviction.replay import replay
 from hlem_env.live.embedding_cache import EmbeddingCache
+from hlem_env.live.host_tables import HostTables
 from hlem_env.live.pool import Owner, Pool
+from hlem_env.live.row_index import SetAssociativeIndex
 from tests.live.small_cache import expected, tables
 
 ROWS = 40
@@ -89,6 +92,23 @@ def test_whole_batches_moves_and_warming_keep_the_cache_whole() -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("policy", ["laru", "fpb", "hf"])
+def test_slots_that_a_full_set_frees_are_no_victims_twice(policy: str) -> None:
+    rng = np.random.default_rng(1)
+    host = HostTables(1, 4000, 32, torch.float16, seed=1, device="cpu")
+    pool = Pool(64 * 512, 512)
+    given = GivenGaps(lambda keys, times: (keys * 7 % 13).astype(np.float64))
+    cache = EmbeddingCache(pool, host, policy, "set_associative", predictor=given)
+    cache.state.index = SetAssociativeIndex(512, cache.device, ways=1)  # sets are often full
+    cache.grow(pool.alloc_pages(64, Owner.EMBEDDING))
+    for t in range(15):
+        keys = torch.from_numpy(rng.integers(0, 4000, 200))
+        assert torch.equal(cache.lookup(keys, float(t)), host.expected(keys))
+        held = cache.state.row_of[cache.state.row_of >= 0]
+        assert len(held.unique()) == len(held) == cache.resident_rows
+    cache.close()
+
+
 def test_predictions_move_with_their_rows() -> None:
     cache = make(3, lambda keys, times: 100.0 + keys)
     keys = torch.arange(8)
@@ -123,6 +143,20 @@ def test_a_failing_or_slow_predictor_makes_it_lru_and_is_counted() -> None:
         every = torch.arange(ROWS)
         assert torch.equal(cache.contains(every), plain.contains(every))
     assert cache._ranked is not None and cache._ranked.fallbacks > 0
+    cache.close()
+
+
+def test_an_error_of_the_predictor_makes_it_lru_and_is_told() -> None:
+    def gaps(keys: Any, times: Any) -> Any:
+        raise MemoryError("no room")
+
+    cache = make(2, gaps)
+    assert cache._ranked is not None
+    for t in range(20):
+        cache.lookup(torch.arange(t, t + 5), float(t))
+    with pytest.raises(BackendError, match="no room"):
+        cache.wait_for_predictions()
+    assert not cache._ranked.predictions.usable and cache._ranked.fallbacks > 0
     cache.close()
 
 
