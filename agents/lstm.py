@@ -18,7 +18,7 @@ from agents.forecast import FEATURE_NAMES, PRETRAINED, AimSettings, aim, full_st
 from agents.settings import tuned
 from hlem_env.controller import Decision
 from hlem_env.errors import ArtefactError, require
-from hlem_env.mdp import EMA_EPOCHS, MdpConfig
+from hlem_env.mdp import EMA_WEIGHT, MdpConfig
 from hlem_env.telemetry import EpochStats
 from serving_bridge.recovery import RecoverySettings, WithRecovery
 
@@ -205,7 +205,7 @@ class FineTunedLstm(Lstm):
             self._replay.append((self._code, stats.alpha_target, weight))
             for _ in range(self.tuning.steps):
                 self._learn()
-        self._ema_ms += 2.0 / (EMA_EPOCHS + 1) * (stats.p99_ms - self._ema_ms)
+        self._ema_ms += EMA_WEIGHT * (stats.p99_ms - self._ema_ms)
 
     def _learn(self) -> None:
         picks = self._rng.integers(0, len(self._replay), self.tuning.batch)

@@ -2,7 +2,9 @@
 
 Workloads and nodes that the frozen policy was not trained for, judged over the second half of the
 episode. Beside the adapter stand constant residuals, the best of them chosen in hindsight: about what
-a residual within the bound can gain at all.
+a residual within the bound can gain at all. `--bounds` adds, on the same requests, what knows them all (the
+best static split and the reachable oracle with its steps of 0.06) and the working-set rule: how much of the
+regret any policy could remove.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from rich.table import Table
 
 from agents.forecast import PRETRAINED
 from agents.smart import SHIPPED
+from agents.working_set import WorkingSetRule
 from eval.compare import FIRST_SEED
 from eval.statistics import Estimate, ratio_of_means
 from eval.unit import mdp_config
@@ -30,7 +34,7 @@ from hlem_env.controller import Controller
 from hlem_env.errors import require
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
-from hlem_env.surrogate.optimum import alpha_star
+from hlem_env.surrogate.optimum import alpha_star, hold_all, reachable, record_episode
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter
 from serving_bridge.allocator import AdaptedPolicy
 from serving_bridge.policy import FrozenPolicy
@@ -59,6 +63,8 @@ class Args:
     """of an episode; the second half counts"""
     repeats: int = 16
     """drawings of the arrivals for alpha*; 0: no regret"""
+    bounds: bool = False
+    """also best static split, reachable oracle and working-set rule; some 20 s an episode"""
     jobs: int = 2
     """processes"""
     json: Path | None = None
@@ -81,11 +87,33 @@ def second_half(scenario: Scenario, adapter: OnlineAdapter | None, seed: int) ->
     """Mean P99 over the second half, ms."""
     policy = FrozenPolicy.load(PRETRAINED / SHIPPED)
     config = replace(policy.mdp_config, reward="busy_time")
-    controller: Controller = AdaptedPolicy(policy, adapter, config)
+    return played(scenario, AdaptedPolicy(policy, adapter, config), seed)
+
+
+def played(scenario: Scenario, controller: Controller, seed: int) -> float:
+    """Mean P99 over the second half with a controller, ms."""
     runner = Runner(scenario.build(), mdp_config(scenario))
     run = run_controller(runner, controller, scenario.episode_epochs, seed)
     p99 = [stats.p99_ms for stats, _ in run]
     return float(np.mean(p99[len(p99) // 2 :]))
+
+
+def bounds_ms(scenario: Scenario, seed: int) -> dict[str, float]:
+    """Mean P99 over the second half, ms, of the two that know the requests and of the rule.
+
+    The static split is the best of the second half; the oracle plans for the whole episode, and its search is
+    not exhaustive: the split may be below it.
+    """
+    backend, half = scenario.build(), scenario.episode_epochs // 2
+    backend.reset(seed)
+    episode = record_episode(backend, scenario.episode_epochs)
+    static = hold_all(backend, episode, range(10, 91, 2), jobs=1)[:, half:].mean(axis=1).min()
+    _, planned = reachable(backend, mdp_config(scenario), episode, jobs=1, ways=1)
+    return {
+        "best static split": float(static),
+        "reachable oracle": float(planned[half:].mean()),
+        "working-set rule": played(scenario, WorkingSetRule(), seed),
+    }
 
 
 def star_p99_ms(scenario: Scenario, seed: int, repeats: int) -> float:
@@ -103,7 +131,7 @@ def star_p99_ms(scenario: Scenario, seed: int, repeats: int) -> float:
     return float(star.best_p99_ms[scenario.episode_epochs // 2 :].mean())
 
 
-def row_of(scenario: Scenario, seeds: list[int], repeats: int) -> dict[str, Any]:
+def row_of(scenario: Scenario, seeds: list[int], repeats: int, bounds: bool) -> dict[str, Any]:
     """Figures of one workload."""
 
     def play(make: Any) -> NDArray[np.float64]:
@@ -115,6 +143,7 @@ def row_of(scenario: Scenario, seeds: list[int], repeats: int) -> dict[str, Any]
     star = (
         float(np.mean([star_p99_ms(scenario, seed, repeats) for seed in seeds])) if repeats else 0
     )
+    known = [bounds_ms(scenario, seed) for seed in seeds] if bounds else []
     constants = {}
     for value in CONSTANTS:
         constants[value] = float(play(lambda value=value: Constant(value)).mean() / alone.mean())
@@ -126,6 +155,10 @@ def row_of(scenario: Scenario, seeds: list[int], repeats: int) -> dict[str, Any]
         "adapter_regret": float(with_adapter.mean()) / star - 1 if star else None,
         "best_constant": best,
         "best_constant_over_policy": constants[best],
+        "bounds_over_policy": {
+            name: float(np.mean([ms[name] for ms in known]) / alone.mean())
+            for name in (known[0] if known else ())
+        },
         "constants": {f"{value:+.3f}": ratio for value, ratio in constants.items()},
     }
 
@@ -154,7 +187,8 @@ def main(args: Args) -> None:
     seeds = list(range(FIRST_SEED, FIRST_SEED + args.seeds))
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         found = pool.map(
-            row_of, scenarios.values(), [seeds] * len(scenarios), [args.repeats] * len(scenarios)
+            partial(row_of, seeds=seeds, repeats=args.repeats, bounds=args.bounds),
+            scenarios.values(),
         )
         rows = dict(zip(scenarios, found, strict=True))
     title = f"P99 over the second half against the policy's, {args.seeds} seeds"
@@ -175,6 +209,9 @@ def main(args: Args) -> None:
             else f"{100 * row['policy_regret']:+.2f}, {100 * row['adapter_regret']:+.2f}",
         )  # fmt: skip
     Console(width=110).print(table)
+    for name, row in rows.items() if args.bounds else ():
+        bounds = row["bounds_over_policy"].items()
+        print(f"{name}: P99 over the policy's: {', '.join(f'{k} {v:.4f}' for k, v in bounds)}")
     mean = mean_regrets(rows) if args.repeats else None
     if mean is not None:
         print(

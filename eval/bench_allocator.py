@@ -68,8 +68,10 @@ def time_allocator(
         made = {
             "decide": time_decide(alone, decisions, whole, ticks)[0],
             "decide_learning": time_decide(beside, decisions, whole, ticks)[0],
-            "learn": time_decide(itself, max(decisions // 100, 50), whole, ticks)[0],
         }
+        assert beside.adapter is not None
+        learnt = beside.adapter.learner.seen
+        made["learn"] = time_decide(itself, max(decisions // 100, 50), whole, ticks)[0]
         started_s, learnt_s = time.perf_counter(), beside_s(beside)
         made["decide_paced"], made["tick_paced"], loads = time_decide(
             beside, some, whole, ticks, PAUSE_S
@@ -79,6 +81,7 @@ def time_allocator(
     beside.close()
     busy_s = beside_s(beside) - learnt_s
     learning = {
+        "learnt_of_decisions_without_pause": learnt / decisions,
         "pause_ms": 1000 * PAUSE_S,
         "cpu_ms_an_epoch": 1000 * busy_s / some,
         "cpu_percent": 100 * busy_s / spent_s,

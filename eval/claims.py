@@ -91,9 +91,12 @@ def _attention(heads: int, head_dim: int) -> Callable[[Values], str]:
     return figure
 
 
-def _decision(values: Values) -> str:
-    times = values["microseconds"]["act"]
-    return f"{times['p50']:.1f} us, P99 {times['p99']:.1f} us"
+def _decision(kind: str) -> Callable[[Values], str]:
+    def figure(values: Values) -> str:
+        times = values["microseconds"][kind]
+        return f"{times['p50']:.1f} us, P99 {times['p99']:.1f} us"
+
+    return figure
 
 
 def _surrogate(values: Values) -> str:
@@ -166,7 +169,9 @@ CLAIMS = (
           COMPARED, _over_best_static("burst", "ppo-only (working set)")),
     Claim("Simulated, Burst: the working-set rule over it",
           COMPARED, _over_best_static("burst", "working-set rule")),
-    Claim("A decision of the frozen policy", "bench_decision.json", _decision),
+    Claim("A decision of the frozen policy", "bench_decision.json", _decision("act")),
+    Claim("A decision of the allocator, learning beside on the same core",
+          "bench_decision_allocator.json", _decision("allocator_decide_learning")),
     Claim("The plain surrogate's speed", "bench_surrogate.json", _surrogate),
     Claim("HSTU attention, 4 heads of 64, 4,096 tokens",
           "bench_attention.json", _attention(4, 64)),

@@ -22,7 +22,8 @@ HOT_REQUESTS = 3
 """A user with this many requests in the hot window is hot."""
 HOT_WINDOW_EPOCHS = 12
 TICKS_PER_EPOCH = 10
-EMA_EPOCHS = 10
+EMA_WEIGHT = 2.0 / (10 + 1)
+"""Of the last epoch in the exponential mean of P99, which goes over 10 epochs."""
 KV_HALF_LIFE_EPOCHS = 12
 """Half-life of the decayed request counts that admit users to the KV cache."""
 
@@ -104,7 +105,9 @@ class MdpConfig:
 
     def clip(self, alpha_centi: int) -> int:
         """The nearest alpha (hundredths) within the bounds."""
-        return min(max(alpha_centi, self.alpha_min_centi), self.alpha_max_centi)
+        if alpha_centi < self.alpha_min_centi:
+            return self.alpha_min_centi
+        return self.alpha_max_centi if alpha_centi > self.alpha_max_centi else alpha_centi
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `MdpConfig(**values)` takes them back."""

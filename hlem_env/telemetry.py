@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 
 _FEW = 32
@@ -50,6 +51,21 @@ def _largest(values: Floats, count: int) -> Floats:
                 i += 1
             top[i - 1] = value
     return top
+
+
+class derived(Generic[T]):
+    """A property that is computed once: `functools.cached_property` without the lock of Python 3.11."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, stats: Any, owner: type) -> T:
+        value = stats.__dict__[self._name] = self._compute(stats)
+        return value
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +157,7 @@ class EpochStats:
         """Requests that completed."""
         return int(self.latency_ms.size)
 
-    @cached_property
+    @derived
     def p99_ms(self) -> float:
         """P99 of latency. Without requests 0; with none completed but a backlog, the backlog's age."""
         if self.requests:
@@ -158,22 +174,22 @@ class EpochStats:
             self._within_slo[slo_ms] = share
         return share
 
-    @cached_property
+    @derived
     def _within_slo(self) -> dict[float, float]:
         """Shares by SLO, as they are asked for: state, reward and info ask for the same."""
         return {}
 
-    @cached_property
+    @derived
     def hot_share(self) -> float:
         """Share of requests from hot users; 0 without requests."""
         return float(np.count_nonzero(self.is_hot)) / self.requests if self.requests else 0.0
 
-    @property
+    @derived
     def kv_hit(self) -> float:
         """Reused share of history tokens; 0 without any."""
         return self.reused_tokens / self.history_tokens if self.history_tokens else 0.0
 
-    @property
+    @derived
     def emb_hit(self) -> float:
         """Share of looked-up embedding rows found in HBM; 0 without any."""
         return self.rows_hit / self.rows_looked_up if self.rows_looked_up else 0.0
@@ -183,12 +199,12 @@ class EpochStats:
         """Mean history length of the requests; 0 without requests."""
         return self.history_tokens / self.requests if self.requests else 0.0
 
-    @cached_property
+    @derived
     def mean_service_ms(self) -> float:
         """Mean time on the device; 0 without requests."""
         return float(np.add.reduce(self.service_ms)) / self.requests if self.requests else 0.0
 
-    @property
+    @derived
     def working_set(self) -> float:
         """KV bytes of the hot users over the pool; may exceed 1."""
         return self.working_set_bytes / self.pool_bytes if self.pool_bytes else 0.0

@@ -1,4 +1,7 @@
-"""The frozen actor's forward pass, compiled: one call of a few microseconds, safe for any thread."""
+"""The frozen actor's forward pass, compiled: one call of a few microseconds, safe for any thread.
+
+It keeps the interpreter's lock: to give it up for so short would let another thread have it first.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ _FAST = {"reassoc", "contract"}
 """Sums may be reordered, so that they go several at a time; NaN stays NaN."""
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
+@numba.njit(cache=True, error_model="numpy", fastmath=_FAST)
 def forward(layers, state):  # type: ignore[no-untyped-def]
     """Logits, float32 [n_actions].
 
@@ -25,7 +28,7 @@ def forward(layers, state):  # type: ignore[no-untyped-def]
     return _dense(layers[last], values)
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
+@numba.njit(cache=True, error_model="numpy", fastmath=_FAST)
 def best(layers, state, most):  # type: ignore[no-untyped-def]
     """Index of the largest logit, the first of equals; -1 if the magnitudes in `state` sum to `most`."""
     total = np.float32(0.0)
@@ -36,7 +39,7 @@ def best(layers, state, most):  # type: ignore[no-untyped-def]
     return forward(layers, state).argmax()
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
+@numba.njit(cache=True, error_model="numpy", fastmath=_FAST)
 def _dense(layer, values):  # type: ignore[no-untyped-def]
     """Weights x values + bias."""
     out = np.empty(layer.shape[0], np.float32)
@@ -49,7 +52,7 @@ def _dense(layer, values):  # type: ignore[no-untyped-def]
     return out
 
 
-@numba.njit(cache=True, nogil=True, error_model="numpy")
+@numba.njit(cache=True, error_model="numpy")
 def _tanh(values):  # type: ignore[no-untyped-def]
     """Hyperbolic tangent in place, to 2e-7, eight at a time: the library's goes one by one.
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,12 +35,12 @@ from hlem_env.errors import require
 from serving_bridge.residual_network import (
     HIDDEN,
     INPUTS,
-    Weights,
     ascend,
     copied,
     forward,
     frozen,
     initial_weights,
+    packed,
     propose,
 )
 
@@ -52,6 +52,8 @@ FEATURES = ("kv_hit", "emb_hit", "hot_share", "p99_over_ema_slos", "base_step")
 """(P99 - EMA) / SLO clipped to +-1; the base step over 0.06."""
 _MOST = 1e6
 """Sum of a sample's magnitudes: far beyond any sensible one, far from an overflow."""
+_DRAWN = 1000
+"""Values of noise, at a time."""
 _COLUMNS = INPUTS + 3
 """Of the replay: features, applied residual, mean residual then, reward."""
 
@@ -136,7 +138,7 @@ class Learner:
 
     def rehearse(self) -> None:
         """Compile, or load what was compiled: before there is a decision that would wait for it."""
-        propose(*self.weights, (0.0,) * INPUTS, self.settings.bound, 0.0, _MOST)
+        propose(packed(self.weights), (0.0,) * INPUTS, self.settings.bound, 0.0, _MOST)
         _climb(
             copied(self.weights), self.replay[:1], np.zeros((0, self.settings.batch), np.int64),
             0.0, self.settings.bound, 1.0, self.settings.most_weight,
@@ -178,6 +180,12 @@ def _climb(weights, held, order, rate, bound, sharpness, most_weight):  # type: 
         ascend(weights, features, hidden, out, slopes, rate)
 
 
+def _noise(rng: np.random.Generator, deviation: float) -> Iterator[float]:
+    """Gaussian, cut at +-0.01; drawn many at a time, since a draw alone takes a microsecond."""
+    while True:
+        yield from np.clip(deviation * rng.standard_normal(_DRAWN), -0.01, 0.01).tolist()
+
+
 def _sensible(values: Iterable[float]) -> bool:
     """Whether all are numbers, finite and not huge. NaN is not below anything."""
     return sum(map(abs, values)) < _MOST
@@ -188,8 +196,8 @@ class OnlineAdapter:
 
     Args:
         settings: see there.
-        background: learn on a thread of its own; `close` ends it. Of samples that it is too slow
-            for the oldest are dropped, and counted in `dropped`: memory is bounded.
+        background: learn on a thread of its own; `close` ends it. Samples that come while WAITING of
+            them wait are dropped, and counted in `dropped`: memory is bounded.
         on_hand_over: in the background, keep samples until `hand_over` is called: the thread would
             compete with the rest of the decision for the interpreter.
         seed: of weights and noise.
@@ -225,9 +233,9 @@ class OnlineAdapter:
         self.close()
         self.learner = Learner(self.settings, seed)
         self.learner.rehearse()
-        self._noise = np.random.default_rng((seed, 1))
+        self._noise = _noise(np.random.default_rng((seed, 1)), self.settings.explore)
         self._samples: deque[Waiting] = deque()
-        self.snapshot: Weights = self.learner.weights
+        self.snapshot: Floats = packed(self.learner.weights)
         """What decisions read."""
 
     def propose(self, features: Sequence[float]) -> tuple[float, float]:
@@ -236,9 +244,8 @@ class OnlineAdapter:
         Args:
             features: [5], see FEATURES.
         """
-        settings = self.settings
-        noise = min(max(settings.explore * self._noise.standard_normal(), -0.01), 0.01)
-        applied, mean = propose(*self.snapshot, features, settings.bound, noise, _MOST)
+        bound, noise = self.settings.bound, next(self._noise)
+        applied, mean = propose(self.snapshot, features, bound, noise, _MOST)
         return applied, mean
 
     def towards_knee(self, alpha: float, working_set: float) -> float:
@@ -254,31 +261,30 @@ class OnlineAdapter:
     def bounded(self, residual: float) -> float:
         """Within +-bound; 0 for what is no number."""
         bound = self.settings.bound
-        return min(max(residual, -bound), bound) if residual == residual else 0.0
+        if -bound <= residual <= bound:
+            return residual
+        if residual > bound:
+            return bound
+        return -bound if residual < -bound else 0.0
 
     def learn(self, sample: Waiting) -> None:
         """Learn from an epoch, now or on the thread; what makes a sample is called there too."""
         if not self.background:
             self._take(sample)
-        elif self._on_hand_over:
-            self._kept = [*self._kept, sample][-self.WAITING :]
-        else:
-            self._pass_on(sample)
+            return
+        if len(self._samples) >= self.WAITING:
+            self.dropped += 1
+            return
+        self._samples.append(sample)
+        if self._thread is None and not self._on_hand_over:
+            self._start()
 
     def hand_over(self) -> None:
-        """Give the thread what was kept for it."""
-        kept, self._kept = self._kept, []
-        for sample in kept:
-            self._pass_on(sample)
+        """Have the thread learn what waits, now."""
+        if self._thread is None and self._samples:
+            self._start()
         if self._thread is not None:
             self._wake.set()
-
-    def _pass_on(self, sample: Waiting) -> None:
-        if self._thread is None:
-            self._start()
-        self._samples.append(sample)
-        if len(self._samples) > self.WAITING:
-            self._drop_oldest()
 
     def close(self) -> None:
         """End the thread, after what waits is learnt. May be called twice."""
@@ -291,38 +297,27 @@ class OnlineAdapter:
     def _take(self, sample: Waiting) -> None:
         with self.learning:
             self.learner.take(sample() if callable(sample) else sample)
-            self.snapshot = self.learner.weights
+            self.snapshot = packed(self.learner.weights)
 
     def _start(self) -> None:
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="hlem-adapter", daemon=True)
         self._thread.start()
 
-    def _drop_oldest(self) -> None:
-        try:
-            self._samples.popleft()
-            self.dropped += 1
-        except IndexError:
-            pass  # the thread was faster
-
     def _run(self) -> None:
         """Of the thread: learns what waits, every so often; the last time after `close`."""
         _lower_priority(self.NICENESS)
         stopped = False
         while not stopped:
-            self._wake.wait(self.POLL_S)
+            self._wake.wait(None if self._on_hand_over else self.POLL_S)
             self._wake.clear()
             stopped = self._stop.is_set()
             while self._samples:
-                self._take_oldest()
+                self._take_waiting(self._samples.popleft())
             self.busy_s = time.thread_time()
 
-    def _take_oldest(self) -> None:
+    def _take_waiting(self, sample: Waiting) -> None:
         """A fault ends one sample's learning, never the thread or the service."""
-        try:
-            sample = self._samples.popleft()
-        except IndexError:
-            return  # dropped meanwhile
         try:
             self._take(sample)
         except Exception:

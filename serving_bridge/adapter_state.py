@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from hlem_env.errors import ArtefactError
 from serving_bridge.adapter import FEATURES, OnlineAdapter
 from serving_bridge.durable import replace_file
-from serving_bridge.residual_network import Weights, frozen
+from serving_bridge.residual_network import Weights, frozen, packed
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ def restore_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str
         return False
     adapter.learner.replay[:] = replay
     adapter.learner.seen = seen
-    adapter.learner.weights = adapter.snapshot = frozen(weights)
+    adapter.learner.weights = frozen(weights)
+    adapter.snapshot = packed(weights)
     return True
 
 

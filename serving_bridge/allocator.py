@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +19,11 @@ from numpy.typing import NDArray
 from hlem_env import mdp
 from hlem_env.controller import Decision
 from hlem_env.errors import require
-from hlem_env.mdp import EMA_EPOCHS, MdpConfig
+from hlem_env.mdp import EMA_WEIGHT, MdpConfig
 from hlem_env.telemetry import EpochStats
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
 from serving_bridge.policy import FrozenPolicy
-from serving_bridge.recovery import RecoverySettings, Transition, WithRecovery
+from serving_bridge.recovery import RecoverySettings, State, Transition, WithRecovery
 
 LOG_ENTRIES = 1000
 """Decisions kept in the log; the oldest go first."""
@@ -78,7 +77,8 @@ class AdaptedPolicy:
         Raises:
             ArgumentError: the observation is not one that the policy takes.
         """
-        observation = observation[: len(self.policy.feature_names)]
+        if len(observation) > len(self.policy.feature_names):
+            observation = observation[: len(self.policy.feature_names)]
         base = self.policy.actions_centi[self.policy.act(observation)]
         alpha_centi = round(100 * stats.alpha_target)
         if self.adapter is None:
@@ -113,22 +113,16 @@ class AdaptedPolicy:
         if self._ema_ms < 0.0:
             self._ema_ms = stats.p99_ms
         difference = stats.p99_ms - self._ema_ms
-        self._ema_ms += 2.0 / (EMA_EPOCHS + 1) * difference
+        self._ema_ms += EMA_WEIGHT * difference
         return difference / self.config.slo_ms
 
     def _learn(self, alpha_centi: int, stats: EpochStats, surprise: float) -> None:
         """Hand the epoch to the adapter, unless recovery had the say in it."""
         assert self.adapter is not None
-        if self._pending is not None and alpha_centi == self._commanded:
-            self.adapter.learn(partial(self._sample, *self._pending, stats, surprise))
-        self._pending = None
-
-    def _sample(
-        self, features: tuple[float, ...], applied: float, mean: float, stats: EpochStats,
-        surprise: float,
-    ) -> Sample:  # fmt: skip
-        """What came of a residual. Made where it is learnt: the reward goes over all requests."""
-        return Sample(features, applied, mean, mdp.reward(stats, self.config), surprise)
+        pending, self._pending = self._pending, None
+        if pending is not None and alpha_centi == self._commanded:
+            # Made where it is learnt: the reward goes over all requests.
+            self.adapter.learn(lambda: Sample(*pending, mdp.reward(stats, self.config), surprise))
 
 
 class LogEntry(NamedTuple):
@@ -152,6 +146,20 @@ class LogEntry(NamedTuple):
     reason: str
 
 
+_Noted = tuple[int, int, State, float, float, float, float, float, float, Decision]
+"""What an entry is made of when the log is read: a decision does not wait for it."""
+
+
+def _entry(
+    epoch: int, tick: int, state: State, hot_share: float, kv_hit: float, emb_hit: float,
+    working_set: float, p99_ms: float, alpha: float, decision: Decision,
+) -> LogEntry:  # fmt: skip
+    return LogEntry(
+        epoch, tick, state.value, hot_share, kv_hit, emb_hit, working_set, p99_ms,
+        round(100 * alpha), decision.alpha_centi, decision.parts, decision.reason,
+    )  # fmt: skip
+
+
 class SmartAllocator:
     """The allocator that a node runs.
 
@@ -164,7 +172,7 @@ class SmartAllocator:
         background: the adapter learns on a thread; `close` ends it.
         name: for tables.
 
-    `log` holds the last 1,000 decisions, `transitions` those of the recovery controller.
+    `log` holds the last 1,000 decisions, `transitions` the changes of the recovery controller's state.
     """
 
     period = 1
@@ -193,8 +201,13 @@ class SmartAllocator:
         self.initial_alpha_centi = self.policy.initial_alpha_centi
         if hasattr(self._inner, "on_tick"):
             self.on_tick = self._on_tick
-        self.log: deque[LogEntry] = deque(maxlen=LOG_ENTRIES)
+        self._log: deque[_Noted] = deque(maxlen=LOG_ENTRIES)
         self._epoch = self._tick = 0
+
+    @property
+    def log(self) -> list[LogEntry]:
+        """The last decisions, the oldest first."""
+        return [_entry(*noted) for noted in self._log]
 
     @property
     def transitions(self) -> list[Transition]:
@@ -204,7 +217,7 @@ class SmartAllocator:
     def reset(self, seed: int) -> None:
         """Forget the episode, the log, and what the adapter has learnt."""
         self._inner.reset(seed)
-        self.log.clear()
+        self._log.clear()
         self._epoch = self._tick = 0
 
     def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:
@@ -252,11 +265,9 @@ class SmartAllocator:
         alpha_centi = self.config.clip(decision.alpha_centi)
         if alpha_centi != decision.alpha_centi or len(decision.parts) < len(_NO_PARTS):
             decision = Decision(alpha_centi, decision.reason, {**_NO_PARTS, **decision.parts})
-        state = "normal" if self.recovery is None else self.recovery.state.value
-        entry = LogEntry(
+        state = State.NORMAL if self.recovery is None else self.recovery.state
+        self._log.append((
             self._epoch, self._tick, state, stats.hot_share, stats.kv_hit, stats.emb_hit,
-            stats.working_set, stats.p99_ms, round(100 * stats.alpha_target), alpha_centi,
-            decision.parts, decision.reason,
-        )  # fmt: skip
-        self.log.append(entry)
+            stats.working_set, stats.p99_ms, stats.alpha_target, decision,
+        ))  # fmt: skip
         return decision

@@ -91,6 +91,11 @@ class _Sums:
     spread: float = 0.0
     """Squared distances of the growth to the usual one."""
 
+    def clear(self) -> None:
+        """Back to no ticks."""
+        self.ticks = self.requests = self.hot = 0
+        self.square = self.growth = self.spread = 0.0
+
 
 class BurstWatch:
     """Both charts, their baseline, and the chart that says that a burst is over.
@@ -146,7 +151,7 @@ class BurstWatch:
 
     def learn(self) -> None:
         """Take the ticks since the last call into the baseline: they were quiet."""
-        sums, self._sums = self._sums, _Sums()
+        sums = self._sums
         if not sums.ticks:
             return
         weight = min(sums.ticks / TICKS_PER_EPOCH / self.settings.baseline_epochs, 1.0)
@@ -157,12 +162,15 @@ class BurstWatch:
         self._learn_share(sums, weight)
         self.growth_mean += weight * (sums.growth / sums.ticks - self.growth_mean)
         self.growth_variance += slow * (sums.spread / sums.ticks - self.growth_variance)
+        sums.clear()
 
     def _learn_share(self, sums: _Sums, weight: float) -> None:
         """Requests of late for the more, older ones only as long as they are needed to be enough."""
         kept = 1.0 - weight
         if self._counted > 0.0:
-            kept = max(kept, min(self.settings.least_requests / self._counted, 1.0))
+            needed = self.settings.least_requests / self._counted
+            if needed > kept:
+                kept = needed if needed < 1.0 else 1.0
         self._counted = kept * self._counted + sums.requests
         self._counted_hot = kept * self._counted_hot + sums.hot
         # With one hot and one cold more: of few, none hot does not mean that none ever is.
@@ -170,7 +178,7 @@ class BurstWatch:
 
     def drop(self) -> None:
         """Forget the ticks since the last `learn`: they were not quiet."""
-        self._sums = _Sums()
+        self._sums.clear()
 
     def relearn(self) -> None:
         """Take the ticks since the last `learn` as the new level: the burst has come to stay."""
@@ -211,7 +219,10 @@ class BurstWatch:
 
 
 def _bounded(share: float) -> float:
-    return min(max(share, _SHARE_BOUNDS[0]), _SHARE_BOUNDS[1])
+    low, high = _SHARE_BOUNDS
+    if share < low:
+        return low
+    return high if share > high else share
 
 
 def _square(requests: int, hot: int, share: float) -> float:

@@ -42,6 +42,7 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_LAYERS = 8
 MAX_MAGNITUDE = 1e6
 """Of a weight, and of an observation's sum: beyond any sensible one, and far from an overflow."""
+_FLOAT32 = np.dtype(np.float32)
 PARITY_TOLERANCE = 1e-5
 """Allowed difference to stored logits; times a state's largest logit where that is above 1."""
 MIN_PARITY_VECTORS = 32
@@ -174,7 +175,7 @@ class FrozenPolicy:
         """A copy: contiguous and writable, the one kind of array that was compiled for."""
         if (
             type(observation) is not np.ndarray
-            or observation.dtype != np.float32
+            or observation.dtype != _FLOAT32
             or observation.shape != self._shape
         ):
             self._refuse(observation)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hlem_env.controller import Controller, Decision
 from hlem_env.errors import require, require_choice
 from hlem_env.mdp import (
-    EMA_EPOCHS,
+    EMA_WEIGHT,
     FEATURES,
     HOT_WINDOW_EPOCHS,
     TICKS_PER_EPOCH,
@@ -31,6 +31,10 @@ class State(Enum):
     NORMAL = "normal"
     BURST = "burst"
     RECOVERING = "recovering"
+
+
+_NORMAL, _BURST, _RECOVERING = State
+"""Of the module, since every decision compares: to look a member up in its class takes far longer."""
 
 
 @dataclass(frozen=True)
@@ -152,10 +156,9 @@ class P99Detector:
         if self._ema_ms < 0.0:
             self._ema_ms = stats.p99_ms
             return
-        weight = 2.0 / (EMA_EPOCHS + 1)
-        difference = stats.p99_ms - self.ema_ms
-        self._ema_ms += weight * difference
-        self._variance = (1.0 - weight) * (self._variance + weight * difference**2)
+        difference = stats.p99_ms - self._ema_ms
+        self._ema_ms += EMA_WEIGHT * difference
+        self._variance = (1.0 - EMA_WEIGHT) * (self._variance + EMA_WEIGHT * difference**2)
 
 
 DETECTORS = ("p99", "workload")
@@ -214,7 +217,7 @@ class WithRecovery:
 
     def restart(self) -> None:
         """Forget baseline and transitions; the controller stays as it is."""
-        self.state = State.NORMAL
+        self.state = _NORMAL
         self.transitions: list[Transition] = []
         self.detector = P99Detector(self.settings, self.config.slo_ms)
         self.watch = BurstWatch(self.settings.watch)
@@ -225,6 +228,7 @@ class WithRecovery:
         self._before_centi = (
             -1
         )  # alpha to go back to after a burst; -1: go on from the one in force
+        self._was_quiet = False  # the last epoch: the watch learns it at the next tick
         self._given = 0  # towards KV in this burst, hundredths
 
     def reset(self, seed: int) -> None:
@@ -257,9 +261,9 @@ class WithRecovery:
             alpha_centi = self._watch_workload(stats, alpha_centi)
         else:
             alpha_centi = self._watch_p99(stats, alpha_centi)
-        if self.state is not State.BURST:
+        if self.state is not _BURST:
             self.detector.learn(stats)
-        if self.state is State.BURST or (self._watches and self.state is State.RECOVERING):
+        if self.state is _BURST or (self._watches and self.state is _RECOVERING):
             if self._unasked >= self.controller.period:
                 self._seen, self._unasked = None, 0
             return self._moved(alpha_centi, stats)
@@ -280,7 +284,7 @@ class WithRecovery:
             alpha_centi = self._watch_tick(stats, before_centi)
             if alpha_centi != before_centi:
                 decision = self._moved(alpha_centi, stats)
-        bypassed = State.BURST, State.RECOVERING if self._watches else State.BURST
+        bypassed = _BURST, _RECOVERING if self._watches else _BURST
         if self.state not in bypassed and hasattr(self.controller, "on_tick"):
             decision = self.controller.on_tick(stats)
         if decision is not None:
@@ -290,31 +294,34 @@ class WithRecovery:
     def _watch_p99(self, stats: EpochStats, alpha_centi: int) -> int:
         """Change the state where the epoch's P99 says so; alpha (hundredths) of a burst."""
         settings, calm = self.settings, self.detector.is_calm(stats)
-        if self.state is State.NORMAL:
+        if self.state is _NORMAL:
             if self.detector.surges(stats):
-                self._go(State.BURST, stats)
-        elif self.state is State.BURST and (calm or self._in_state >= settings.most_epochs):
-            self._go(State.RECOVERING, stats)
-        if self.state is State.RECOVERING:
+                self._go(_BURST, stats)
+        elif self.state is _BURST and (calm or self._in_state >= settings.most_epochs):
+            self._go(_RECOVERING, stats)
+        if self.state is _RECOVERING:
             self._calm = self._calm + 1 if calm else 0
             if self._calm >= settings.calm_epochs or self._in_state >= settings.most_epochs:
-                self._go(State.NORMAL, stats)
-        if self.state is State.BURST and stats.hot_share > settings.hot_share:
+                self._go(_NORMAL, stats)
+        if self.state is _BURST and stats.hot_share > settings.hot_share:
             return alpha_centi - settings.step_centi
         return alpha_centi
 
     def _watch_tick(self, stats: EpochStats, alpha_centi: int, ticks: int = 1) -> int:
         """Show the watch a tick, or several as one; the alpha (hundredths) that it is reason for."""
-        if self.state is not State.BURST:
+        if self._was_quiet:  # not in the decision, which would take longer for it
+            self.watch.learn()
+            self._was_quiet = False
+        if self.state is not _BURST:
             if not self.watch.see(stats):
                 return alpha_centi
-            if self.state is State.NORMAL or self._before_centi < 0:
+            if self.state is _NORMAL or self._before_centi < 0:
                 self._before_centi = alpha_centi
             self._given = 0
-            self._go(State.BURST, stats)
+            self._go(_BURST, stats)
             self.watch.clear()
         elif self.watch.see_end(stats):
-            self._go(State.RECOVERING, stats)
+            self._go(_RECOVERING, stats)
             self.watch.clear()
             self.watch.drop()
             return self._before_centi
@@ -335,18 +342,18 @@ class WithRecovery:
         if not self._ticks:
             alpha_centi = self._watch_tick(stats, alpha_centi, TICKS_PER_EPOCH)
         self._ticks = 0
-        if self.state is State.BURST:
+        if self.state is _BURST:
             if self._in_state < self.settings.most_epochs:
                 self.watch.drop()
                 return alpha_centi
             self.watch.relearn()
             self.watch.clear()
             self._before_centi = -1
-            self._go(State.NORMAL, stats)
-        elif self.state is State.RECOVERING and self._in_state >= self.settings.hold_epochs:
+            self._go(_NORMAL, stats)
+        elif self.state is _RECOVERING and self._in_state >= self.settings.hold_epochs:
             self._before_centi = -1
-            self._go(State.NORMAL, stats)
-        self.watch.learn()
+            self._go(_NORMAL, stats)
+        self._was_quiet = True
         return alpha_centi
 
     def _alpha_of(self, stats: EpochStats) -> int:

@@ -1,7 +1,7 @@
 """EpochStats: what is derived from an epoch, and that two runs merge into the joined one."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
@@ -35,6 +35,15 @@ def test_percentile_of_many() -> None:
 
 
 # Derived values
+
+
+def test_derived_values_are_computed_once() -> None:
+    stats = make_stats([1.0, 2.0], is_hot=[True, False])
+    first = stats.p99_ms, stats.hot_share
+    stats.latency_ms[:] = 9.0
+    stats.is_hot[:] = True
+    assert (stats.p99_ms, stats.hot_share) == first
+    assert replace(stats).hot_share == 1.0
 
 
 def test_derived_values_by_hand() -> None:

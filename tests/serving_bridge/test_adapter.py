@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from hlem_env.errors import ArgumentError
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
-from serving_bridge.residual_network import ascend, copied, forward, initial_weights, propose
+from serving_bridge.residual_network import (
+    ascend,
+    copied,
+    forward,
+    initial_weights,
+    packed,
+    propose,
+)
 
 FAST = AdapterSettings(explore=0.01, learning_rate=0.05)
 
@@ -34,6 +41,33 @@ def test_untrained_the_mean_is_zero_and_what_is_applied_is_noise() -> None:
     assert (proposals[:, 1] == 0).all()
     assert 0.005 < proposals[:, 0].std() < 0.01
     assert np.abs(proposals[:, 0]).max() == 0.01  # cut there
+
+
+def test_noise_is_the_generators_one_after_the_other() -> None:
+    adapter, rng = (
+        OnlineAdapter(AdapterSettings(explore=0.01), seed=7),
+        np.random.default_rng((7, 1)),
+    )
+    for _ in range(2500):
+        expected = min(max(0.01 * rng.standard_normal(), -0.01), 0.01)
+        assert adapter.propose((0.5,) * 5) == (expected, 0.0)
+
+
+def test_the_residual_is_that_of_equation_6() -> None:
+    rng = np.random.default_rng(5)
+    weights = copied(initial_weights(rng))
+    weights.output[:], weights.output_bias[:] = rng.normal(size=16), 0.3
+    for features in rng.normal(size=(20, 5)):
+        hidden = np.tanh(weights.hidden @ features + weights.hidden_bias)
+        expected = 0.02 * np.tanh(weights.output @ hidden + weights.output_bias[0])
+        found = propose(packed(weights), tuple(features), 0.02, 0.005, 1e6)
+        assert found == pytest.approx((min(expected + 0.005, 0.02), expected), rel=1e-12)
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_what_is_beyond_the_bound_is_the_bound_and_no_number_is_nothing(residual: float) -> None:
+    expected = 0.0 if np.isnan(residual) else float(np.clip(residual, -0.02, 0.02))
+    assert OnlineAdapter().bounded(residual) == expected
 
 
 @pytest.mark.parametrize("best", [-0.015, 0.015])
@@ -114,7 +148,7 @@ def test_a_snapshot_never_changes() -> None:
     assert adapter.snapshot is not held
     assert all(np.array_equal(a, b) for a, b in zip(held, before, strict=True))
     with pytest.raises(ValueError, match="read-only"):
-        held.output[0] = 1.0
+        held[0, 0] = 1.0
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
@@ -133,7 +167,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         worth = [
             np.mean(
                 [
-                    s * propose(*w, x, 1.0, 0.0, 1e6)[1]
+                    s * propose(packed(w), x, 1.0, 0.0, 1e6)[1]
                     for s, x in zip(slopes, features, strict=True)
                 ]
             )

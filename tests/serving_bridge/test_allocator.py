@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,12 +15,14 @@ from eval.unit import mdp_config
 from hlem_env.backend import Runner, run_controller
 from hlem_env.controller import Decision
 from hlem_env.errors import ArgumentError
+from hlem_env.mdp import MdpConfig, observe
 from hlem_env.scenario import Scenario
 from hlem_env.telemetry import EpochStats
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter
 from serving_bridge.allocator import AdaptedPolicy, SmartAllocator
 from serving_bridge.policy import FrozenPolicy
 from serving_bridge.recovery import RecoverySettings
+from tests.serving_bridge.made_epochs import stats_of
 
 POLICY = FrozenPolicy.load(PRETRAINED / smart.SHIPPED)
 SCENARIO = Scenario.parse("burst", episode_epochs=80)
@@ -141,6 +144,56 @@ def test_the_log_is_bounded() -> None:
         allocator.decide(np.zeros(8, np.float32), stats)
     assert len(allocator.log) == 1000
     assert allocator.log[-1].epoch == 1100
+
+
+def test_an_entry_of_the_log_is_what_was_seen_and_decided_and_keeps_no_epoch() -> None:
+    allocator = smart.allocator()
+    seen = stats_of(
+        requests=10, is_hot=np.arange(10) < 3, alpha_target=0.37, pool_bytes=80_000_000_000
+    )
+    decision = allocator.decide(np.full(8, 0.3, np.float32), seen)
+    entry = allocator.log[-1]
+    assert (entry.epoch, entry.tick, entry.state) == (1, 0, "normal")
+    assert (entry.hot_share, entry.kv_hit, entry.emb_hit, entry.working_set) == (
+        0.3,
+        0.2,
+        0.8,
+        0.25,
+    )
+    assert entry.p99_ms == pytest.approx(np.percentile(seen.latency_ms, 99))
+    assert (entry.alpha_before_centi, entry.alpha_centi) == (37, decision.alpha_centi)
+    assert (entry.parts, entry.reason) == (decision.parts, decision.reason)
+    allocator.decide(np.full(8, 0.3, np.float32), stats_of(1))  # the adapter learns the first
+    kept = weakref.ref(seen)
+    del seen
+    assert kept() is None and len(allocator.log) == 2
+
+
+def test_decisions_on_given_epochs_are_those_of_record() -> None:
+    # A quiet service, a burst of four epochs, and the time after it; alphas as they were before the path
+    # was made faster (by the shipped policy).
+    allocator, config = smart.allocator(), MdpConfig(features="working_set")
+    allocator.reset(5)
+    alpha = 50
+    for epoch in range(60):
+        is_burst = 30 <= epoch < 34
+        for tick in range(10 * epoch, 10 * epoch + 10):
+            growth = 1e8 * epoch + (3e8 * (tick - 300) if is_burst else 0.0)
+            seen = stats_of(
+                tick, is_hot=np.arange(100) % (2 if is_burst else 5) == 0,
+                alpha_target=alpha / 100, working_set_bytes=2e10 + growth,
+            )  # fmt: skip
+            moved = allocator.on_tick(seen)
+            alpha = alpha if moved is None else moved.alpha_centi
+        alpha = allocator.decide(observe(seen, config), seen).alpha_centi
+    decided = [entry for entry in allocator.log if entry.tick == 0]
+    assert "".join(entry.state[0] for entry in decided) == 30 * "n" + 4 * "b" + 11 * "r" + 15 * "n"
+    assert [entry.alpha_centi for entry in decided] == [
+        58, 66, 64, 68, 65, 68, 66, 64, 67, 65, 65, 64, 62, 66, 64, 66, 66, 66, 64, 62,
+        66, 65, 63, 61, 64, 62, 65, 64, 64, 63, 34, 24, 23, 23, 63, 63, 63, 63, 63, 63,
+        63, 63, 63, 63, 63, 61, 59, 57, 61, 59, 57, 60, 60, 58, 60, 59, 59, 59, 57, 59,
+    ]  # fmt: skip
+    assert [(t.epoch, t.tick) for t in allocator.transitions] == [(30, 1), (34, 2), (46, 0)]
 
 
 def test_a_thread_needs_an_adapter_and_ends() -> None:
