@@ -254,6 +254,7 @@ class ControlLoop:
             parts=verdict.parts,
             state=self.state,
             mode=mode,
+            hold_centi=hold,
             decision_us=(time.perf_counter_ns() - start_ns) / 1000.0,
         )
         self._last_call_s, self._ticks = now_s, 0

@@ -55,6 +55,8 @@ class Args:
     mode: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
     """active, shadow (decide, do not apply) or frozen (hold alpha); by default as the run before on the same
     data ended, active at first"""
+    release: bool = False
+    """let go of the alpha at which an operator held the run before"""
     admin_token_file: Path | None = None
     """file with the token of the admin API, which is off without one; $HLEM_ADMIN_TOKEN is the other way"""
     queue: int = 256
@@ -118,12 +120,15 @@ def build_node(args: Args, stack: ExitStack) -> tuple[Engine, ControlLoop]:
     stack.callback(store.close)
     # As the run before left them: a restart is no jump, and does not undo what an operator ordered.
     last = log.last_record or {"mode": "active", "next_alpha_centi": None}
+    hold = None if args.release else last.get("hold_centi")
     settings = ControlSettings(mode=args.mode or last["mode"])
     control = ControlLoop(
         policy, mdp_config, settings, state=args.data / "adapter", log=log,
         initial_alpha_centi=last["next_alpha_centi"],
     )  # fmt: skip
     stack.callback(control.close)
+    if hold is not None:
+        control.hold(control.config.clip(hold))
     limits = Limits(
         config.max_history_tokens,
         args.candidates,

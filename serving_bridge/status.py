@@ -62,6 +62,8 @@ class EpochRecord:
     mode: str = "active"
     decision_us: float = 0.0
     """Time of the decision, guards included."""
+    hold_centi: int | None = None
+    """Alpha that an operator held at its end, hundredths; None: none."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
