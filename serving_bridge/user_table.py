@@ -7,7 +7,7 @@ that are on their way to the disk stay here until they have arrived.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +43,8 @@ class User:
     writing: deque[Writing] = field(default_factory=deque)
     """What may not be on the disk yet, oldest first."""
     lost: bool = False
-    """A change was not written: what is known here is wrong. Set by the thread that commits."""
+    """What is known here is wrong: a change was not written, as the thread that commits says, or the
+    history is being removed."""
 
     def settle(self) -> None:
         """Forget what has been written."""
@@ -76,6 +77,7 @@ class UserTable:
         require(1 <= capacity <= 2**31, "capacity", capacity, "1 to 2^31")
         self._store, self._capacity, self._on_slot = store, capacity, on_slot
         self._users: OrderedDict[str, User] = OrderedDict()
+        self._leaving: frozenset[str] = frozenset()
         self._numbers = 0
 
     def find(self, name: str) -> User | None:
@@ -84,8 +86,17 @@ class UserTable:
         if user is not None and not user.lost:
             self._users.move_to_end(name)
             return user
-        history = self._store.find(name)
+        history = None if name in self._leaving else self._store.find(name)
         return None if history is None else self.add(name, history)
+
+    def leave(self, names: Collection[str]) -> None:
+        """These users' histories are being removed, all others' are as the store says.
+
+        None of them may have changes on their way.
+        """
+        self._leaving = frozenset(names)
+        for user in filter(None, map(self._users.get, names)):
+            user.lost = True
 
     def add(self, name: str, history: StoredHistory | None = None) -> User:
         """A user as new, in place of one of that name or of the one that was asked for least lately."""

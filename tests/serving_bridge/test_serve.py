@@ -165,7 +165,7 @@ def test_a_held_alpha_is_held_after_a_restart_unless_it_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for name in ("LiveNode", "Engine"):
-        monkeypatch.setattr(serve, name, lambda *_: SimpleNamespace(close=lambda: None))
+        monkeypatch.setattr(serve, name, lambda *_, **__: SimpleNamespace(close=lambda: None))
     log, last = EpochLog(tmp_path / "log", MADE), entry(0)
     assert log.put(last._replace(record=replace(last.record, hold_centi=held)))
     log.close()
