@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 Scores = NDArray[np.float32]
 
 KNOWN_USERS = 2**16
-"""By default; each takes about a kilobyte."""
+"""By default; each takes about half a kilobyte."""
 CLOSE_TIMEOUT_S = 0.9
 """A batch that runs longer is left to end by itself."""
 RETRY_AFTER_S = 0.05, 30.0

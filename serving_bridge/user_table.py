@@ -6,7 +6,7 @@ that are on their way to the disk stay here until they have arrived.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from hlem_env.errors import require
 from serving_bridge.history_store import Change, HistoryStore, Items, StoredHistory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Writing:
     """A change on its way to the disk."""
 
@@ -27,9 +27,9 @@ class Writing:
     """Set by the thread that commits."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class User:
-    """A user that is known."""
+    """A user that is known. There are many: an instance is kept small."""
 
     name: str
     number: int
@@ -40,7 +40,7 @@ class User:
     """As of the last request that was executed."""
     edits: int = 0
     """How often the history was replaced."""
-    writing: deque[Writing] = field(default_factory=deque)
+    writing: list[Writing] = field(default_factory=list)
     """What may not be on the disk yet, oldest first."""
     lost: bool = False
     """What is known here is wrong: a change was not written, as the thread that commits says, or the
@@ -49,7 +49,7 @@ class User:
     def settle(self) -> None:
         """Forget what has been written."""
         while self.writing and self.writing[0].done:
-            self.writing.popleft()
+            del self.writing[0]
 
     def items(self, store: HistoryStore, first: int) -> Items:
         """The history from `first` on. Raises StoreError."""
