@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 Scores = NDArray[np.float32]
 
-KNOWN_USERS = 2**16
-"""By default; each takes about half a kilobyte."""
 CLOSE_TIMEOUT_S = 0.9
 """A batch that runs longer is left to end by itself."""
 RETRY_AFTER_S = 0.05, 30.0
@@ -87,7 +85,8 @@ class Engine:
         store: of histories; closed with the engine.
         control: decides alpha; not closed.
         limits: by default the node's longest history and the defaults of `Limits`.
-        known_users: of which a history can be cached; more than `limits.queue`.
+        known_users: of which a history can be cached, half a kilobyte each; more than `limits.queue`. By
+            default as many as the node remembers, and twice the queue at least.
         retain_bytes: of histories in the store; beyond it those of users go who were not here for longest.
             By default seven eighths of what the store may grow to.
 
@@ -101,7 +100,7 @@ class Engine:
         store: HistoryStore,
         control: Control,
         limits: Limits | None = None,
-        known_users: int = KNOWN_USERS,
+        known_users: int | None = None,
         retain_bytes: int | None = None,
     ) -> None:
         longest = node.config.max_history_tokens
@@ -114,6 +113,8 @@ class Engine:
             self.limits.user_bytes <= USER_BYTES_MAX, "limits.user_bytes", self.limits.user_bytes,
             f"1 to {USER_BYTES_MAX}, the longest key of the store",
         )  # fmt: skip
+        if known_users is None:
+            known_users = max(node.remembered_users, 2 * self.limits.queue)
         require(known_users > self.limits.queue, "known_users", known_users, "above limits.queue")
         if retain_bytes is None:
             retain_bytes = store.max_bytes - store.max_bytes // 8
