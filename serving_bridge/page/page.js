@@ -378,6 +378,8 @@ function condition(last) {
   return { text: "serving", tone: "good", banner: "" };
 }
 
+const gone = r => (r.histories_removed > 0 ? `, ${count(r.histories_removed)} removed` : "");
+
 const TILES = [
   ["P99 / SLO", r => `${words(v => v.toFixed(v < 100 ? 1 : 0))(latency(l => l.p99_ms)(r))} / ${number(r.slo_ms) ?? "–"} ms`],
   ["Within SLO", r => percent(ofRequests(o => o.qos)(r))],
@@ -387,7 +389,7 @@ const TILES = [
   ["Requests", r => perSecond(told(r) ? r.requests / r.duration_s : null)],
   ["Waiting", r => count(told(r) ? r.backlog : null)],
   ["Pending pages", r => count(told(r) ? r.pending_pages : null)],
-  ["Users on disk", r => `${count(r.history_users)}, ${bytes(r.history_bytes)}`],
+  ["Users on disk", r => `${count(r.history_users)}, ${bytes(r.history_bytes)}${gone(r)}`],
 ];
 
 function tellTiles() {
