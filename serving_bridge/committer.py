@@ -1,4 +1,4 @@
-"""The thread that has histories written, and only then answers the requests that brought them."""
+"""The thread that writes to the store: histories, of which it then answers the requests, and removals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,17 @@ class Batch(NamedTuple):
     futures: list[Future[Scored]]
 
 
+@dataclass(eq=False)
+class Removal:
+    """Users whose histories are to be removed."""
+
+    users: list[str]
+    done: bool = False
+    """Set by the thread that commits, after `error`."""
+    error: str = ""
+    """Why nothing was removed; empty if all of it was."""
+
+
 class Answered(NamedTuple):
     """A batch whose futures have been resolved."""
 
@@ -42,7 +54,7 @@ class Answered(NamedTuple):
 
 
 class Committer:
-    """Writes what batches bring, all that wait together, in order.
+    """Writes what batches bring, all that wait together, and removes histories, in order.
 
     Args:
         store: where to.
@@ -57,30 +69,35 @@ class Committer:
         """Batches in order of their answers; whoever measures takes them."""
         self._store, self._now, self._broken = store, now, broken
         self._failing = False
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Batch | Removal | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hlem-committer", daemon=True)
         self._thread.start()
 
-    def put(self, batch: Batch) -> None:
-        """Write and answer a batch, soon."""
-        self._batches.put(batch)
+    def put(self, work: Batch | Removal) -> None:
+        """Write and answer a batch, or remove histories, soon."""
+        self._work.put(work)
 
     def close(self, timeout_s: float) -> bool:
         """Finish what was put; whether that was done in time."""
-        self._batches.put(None)
+        self._work.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (batch := self._batches.get()) is not None:
-            together = [batch]
-            while not self._batches.empty():
-                following = self._batches.get()
-                if following is None:
-                    self._batches.put(None)
-                    break
-                together.append(following)
-            self._finish(together)
+        together: list[Batch] = []
+        while True:
+            work = self._work.get()
+            if isinstance(work, Batch):
+                together.append(work)
+                if not self._work.empty():
+                    continue
+            if together:
+                self._finish(together)
+                together = []
+            if work is None:
+                return
+            if isinstance(work, Removal):
+                self._remove(work)
 
     def _finish(self, batches: list[Batch]) -> None:
         errors = self._commit([writing for batch in batches for writing in batch.writings])
@@ -98,6 +115,16 @@ class Committer:
                     future.set_result(answer)
                 else:
                     future.set_exception(NotServed(f"the history was not stored: {error}"))
+
+    def _remove(self, removal: Removal) -> None:
+        try:
+            self._store.remove(removal.users)
+        except StoreError as error:
+            removal.error = str(error)
+        except Exception as error:
+            logger.exception("histories cannot be removed")
+            removal.error = type(error).__name__
+        removal.done = True
 
     def _commit(self, writings: list[Writing]) -> list[StoreError | None]:
         errors: list[StoreError | None]

@@ -42,6 +42,15 @@ RECORDS = 1000
 """Epochs that `recent` remembers, and transitions of the recovery controller that are kept."""
 
 
+class Histories(NamedTuple):
+    """What the store of histories held at an epoch's end."""
+
+    users: int
+    n_bytes: int
+    removed: int
+    """Users' histories, in the epoch, for want of room."""
+
+
 class Served(NamedTuple):
     """What an epoch served, beside its stats."""
 
@@ -51,6 +60,7 @@ class Served(NamedTuple):
     """Turned away for overload."""
     ended_s: float | None = None
     """When the epoch ended, by the loop's clock (`time.monotonic`); None: now."""
+    histories: Histories = Histories(0, 0, 0)
 
 
 class Entry(NamedTuple):
@@ -223,6 +233,7 @@ class ControlLoop:
                 self._dwell.pass_tick()
             self._shown_centi = self._alpha_centi
         in_force = self._alpha_centi
+        histories = Histories(0, 0, 0) if served is None else served.histories
         fault = self._fault(stats, served, now_s)
         if fault:
             stats = None
@@ -254,6 +265,10 @@ class ControlLoop:
             parts=verdict.parts,
             state=self.state,
             mode=mode,
+            hold_centi=hold,
+            history_users=histories.users,
+            history_bytes=histories.n_bytes,
+            histories_removed=histories.removed,
             decision_us=(time.perf_counter_ns() - start_ns) / 1000.0,
         )
         self._last_call_s, self._ticks = now_s, 0

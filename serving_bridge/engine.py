@@ -1,7 +1,8 @@
 """The engine of a served node: a queue, a live node that executes batches of it, histories on disk.
 
     any thread    submit: check, queue, a future
-    worker        owns the node: batches, idle moments, ticks and epochs of the controller
+    worker        owns the node: batches, idle moments, ticks and epochs of the controller; chooses histories
+                  that are removed, where there are too many
     committer     writes the batch's histories with one synchronisation, then resolves the futures
 
 The worker goes on with the next batch while the last one is written. Time is the machine's monotonic
@@ -14,6 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +37,7 @@ from serving_bridge.committer import Answered, Batch, Committer
 from serving_bridge.history_store import USER_BYTES_MAX, HistoryStore, StoreError
 from serving_bridge.placing import Placed, place
 from serving_bridge.rehearsal import rehearse
+from serving_bridge.retention import Retention
 from serving_bridge.scoring import (
     Limits,
     NotServed,
@@ -50,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 Scores = NDArray[np.float32]
 
-KNOWN_USERS = 2**16
-"""By default; each takes about a kilobyte."""
 CLOSE_TIMEOUT_S = 0.9
 """A batch that runs longer is left to end by itself."""
 RETRY_AFTER_S = 0.05, 30.0
@@ -84,10 +85,13 @@ class Engine:
         store: of histories; closed with the engine.
         control: decides alpha; not closed.
         limits: by default the node's longest history and the defaults of `Limits`.
-        known_users: of which a history can be cached; more than `limits.queue`.
+        known_users: of which a history can be cached, half a kilobyte each; more than `limits.queue`. By
+            default as many as the node remembers, and twice the queue at least.
+        retain_bytes: of histories in the store; beyond it those of users go who were not here for longest.
+            By default seven eighths of what the store may grow to.
 
     Raises:
-        ArgumentError: limits beyond what the node can do.
+        ArgumentError: limits beyond what the node or the store can do.
     """
 
     def __init__(
@@ -96,7 +100,8 @@ class Engine:
         store: HistoryStore,
         control: Control,
         limits: Limits | None = None,
-        known_users: int = KNOWN_USERS,
+        known_users: int | None = None,
+        retain_bytes: int | None = None,
     ) -> None:
         longest = node.config.max_history_tokens
         self.limits = limits or Limits(history_tokens=longest)
@@ -108,13 +113,20 @@ class Engine:
             self.limits.user_bytes <= USER_BYTES_MAX, "limits.user_bytes", self.limits.user_bytes,
             f"1 to {USER_BYTES_MAX}, the longest key of the store",
         )  # fmt: skip
+        if known_users is None:
+            known_users = max(node.remembered_users, 2 * self.limits.queue)
         require(known_users > self.limits.queue, "known_users", known_users, "above limits.queue")
+        if retain_bytes is None:
+            retain_bytes = store.max_bytes - store.max_bytes // 8
+        require(
+            1 <= retain_bytes <= store.max_bytes, "retain_bytes", retain_bytes,
+            f"1 to {store.max_bytes}, what the store may grow to",
+        )  # fmt: skip
         self._node, self._store = node, store
         rehearse(node, self.limits)
         hot = HotUsers(known_users, mdp.HOT_WINDOW_EPOCHS * node.config.epoch_seconds)
         self._users = UserTable(store, known_users, hot.forget)
         self._start_s = time.monotonic()
-        self._ticker = Ticker(node, Measured(node, hot), control, self._start_s)
         self._wake = threading.Condition()
         self._queue: deque[_Waiting] = deque()
         self._writing: deque[Batch] = deque()
@@ -124,6 +136,10 @@ class Engine:
         self._draining = self._closing = False
         self._failed = ""
         self._committer = Committer(store, self.now, self._fail)
+        self._retention = Retention(store, self._users, retain_bytes, self._committer.put)
+        self._ticker = Ticker(
+            node, Measured(node, hot), control, self._start_s, self._retention.take
+        )
         self._worker = threading.Thread(target=self._run, name="hlem-worker", daemon=True)
         self._worker.start()
 
@@ -199,8 +215,9 @@ class Engine:
             self._ticker.begin()
             while not (self._closing or self._failed):
                 self._measure()
+                removing = self._retention.step(self.now(), self._on_their_way())
                 if not self._serve():
-                    self._idle()
+                    self._idle(removing)
         except Exception:
             logger.exception("the node has failed")
             self._fail("the node has failed")
@@ -317,10 +334,14 @@ class Engine:
         self._writing.append(batch)
         self._committer.put(batch)
 
-    def _idle(self) -> None:
-        """Warm rows, or wait for a request, the end of a tick or of the node."""
+    def _on_their_way(self) -> Iterator[str]:
+        """Users whose requests have been executed and may not have been written."""
+        return (user.name for batch in self._writing for user in batch.users)
+
+    def _idle(self, removing: bool) -> None:
+        """Warm rows, or wait for a request, a removal, the end of a tick or of the node."""
         now_s = self.now()
-        more = self._node.idle(now_s)
+        more = self._node.idle(now_s) or removing
         seconds = TRANSFER_STEP_S if more else self._ticker.due_s(now_s) - now_s
         with self._wake:
             if not (self._queue or self._closing or self._failed or self._committer.answered):

@@ -26,12 +26,18 @@ from typing import Any
 import numpy as np
 
 from hlem_env import mdp
-from hlem_env.errors import require, require_number
+from hlem_env.errors import ArtefactError, require, require_number
 from hlem_env.mdp import MdpConfig
 from hlem_env.telemetry import EpochStats
 from serving_bridge.control_loop import Entry
 from serving_bridge.durable import lock_folder
-from serving_bridge.log_parquet import compact, covered, has_parquet, parquet_files
+from serving_bridge.log_parquet import (
+    compact,
+    covered,
+    has_parquet,
+    parquet_files,
+    read_parquet,
+)
 from serving_bridge.log_segments import (
     MAGIC,
     encode,
@@ -316,7 +322,7 @@ class EpochLog:
         for path in covered(self.folder):
             path.unlink()  # its Parquet file is whole
         last = max([_first(path) for path in parquet_files(self.folder)], default=0)
-        newest = None
+        newest, newest_in = None, 0
         for path in _segments(self.folder):
             last = max(last, segment_number(path.name) or 0)
             found = read_segment(path)
@@ -334,7 +340,10 @@ class EpochLog:
                 logger.warning("%s: %d bytes are damaged and left out", path, found.damaged_bytes)
                 self.damaged_bytes += found.damaged_bytes
             for payload in found.payloads:
-                newest = payload.values.get("record", newest)
+                if "record" in payload.values:
+                    newest, newest_in = payload.values["record"], _first(path)
+        if newest_in < last:  # all that is newer has been compacted
+            newest = _last_compacted(self.folder) or newest
         self.last_record = newest
         return last
 
@@ -355,6 +364,18 @@ def _segments(folder: Path) -> list[Path]:
 def _first(path: Path) -> int:
     """Number of a segment, or of the one that a Parquet file was."""
     return int(path.stem.split("-")[1])
+
+
+def _last_compacted(folder: Path) -> dict[str, Any] | None:
+    """The last epoch's record of the newest Parquet file; None where it cannot be read."""
+    files = parquet_files(folder)
+    if not files or not has_parquet():
+        return None
+    try:
+        return read_parquet(files[-1])[-1].values.get("record")
+    except ArtefactError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _plain(value: Any) -> Any:

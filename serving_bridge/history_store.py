@@ -1,9 +1,12 @@
 """Users' histories on disk: what a request of new items builds on, and what survives a crash.
 
-An LMDB environment of two tables. `users` has a record a user: which history it has, how long it is,
-and the hash of its items. `segments` has a history's items, 510 to a segment, which is one page of the
-file: an append rewrites the last segment and adds more, it does not rewrite the history. A change is
-all or nothing and on the disk when `commit` returns; many users' changes share one synchronisation.
+An LMDB environment of three tables. `users` has a record a user: which history it has, how long it is,
+the hash of its items, and the number of its last use. `segments` has a history's items, 510 to a segment,
+which is one page of the file: an append rewrites the last segment and adds more, it does not rewrite the
+history. `uses` has the users by the number of their last use. A change is all or nothing and on the disk
+when `commit` returns; many users' changes share one synchronisation.
+
+A use that changes nothing is not written by itself: it waits for the next change, or for others like it.
 
 The file grows by space that the file system has set aside before, so that a full disk is found out
 while nothing has been written yet.
@@ -17,7 +20,7 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +34,7 @@ from serving_bridge.durable import lock_folder
 
 Items = NDArray[np.int64]
 
-FORMAT, FORMAT_VERSION = "hlem-histories", 1
+FORMAT, FORMAT_VERSION = "hlem-histories", 2
 DEFAULT_MAX_BYTES = 16 * 2**30
 SEGMENT_ITEMS = 510
 """With LMDB's header of 16 bytes these fill a page of 4 KiB."""
@@ -39,10 +42,17 @@ USER_BYTES_MAX = 511
 """Of a user's id: LMDB's longest key."""
 _SEGMENT_BYTES = 8 * SEGMENT_ITEMS
 _FORMAT_KEY = b"format"
-_RECORD = struct.Struct("<QQQ")
+USES_AT_ONCE = 64
+"""As many uses that changed nothing are written by themselves."""
+REMOVED_AT_ONCE = 32
+"""Users; a bound on the time that a removal takes."""
+_RECORD = struct.Struct("<QQQQ")
 _SEGMENT_KEY = struct.Struct(">QI")
+_USE_KEY = struct.Struct(">Q")
 _PAGES_A_CHANGE = 32
-"""Of trees and free lists that a change may rewrite, beside its segments; with room to spare."""
+"""Of trees and free lists that a change or a removal may rewrite, beside its segments; with room to spare."""
+_PAGES_A_USE = 8
+"""Of trees, to write a use alone."""
 _GROW_BYTES = 2**24
 """The file grows by so much at a time."""
 
@@ -86,6 +96,14 @@ class Change(NamedTuple):
     items: Items
 
 
+class Size(NamedTuple):
+    """What a store holds."""
+
+    users: int
+    n_bytes: int
+    """Of pages in use; the file has free ones beside them, which the next changes take."""
+
+
 class HistoryStore:
     """The store in a folder; any number of threads may read, one at a time may commit.
 
@@ -101,6 +119,9 @@ class HistoryStore:
         require(2**18 <= max_bytes <= 2**46, "max_bytes", max_bytes, "256 KiB to 64 TiB")
         self.folder, self.max_bytes = Path(folder), max_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Users of uses that have not been written, latest last. It is replaced, never changed: another
+        # thread reads it.
+        self._used: dict[str, None] = {}
         self._file = self.folder / "data.mdb"
         self._lock = lock_folder(
             self.folder / "owner.lock", f"{folder} is in use by another process"
@@ -160,9 +181,57 @@ class HistoryStore:
                 return [error] * len(changes)
         return [self.commit([change])[0] for change in changes]
 
+    def size(self) -> Size:
+        """Users and bytes now. Raises StoreError."""
+        tables = (self._users, self._segments, self._uses)
+        with self._translated(), self._env.begin() as txn:
+            stats = [txn.stat(table) for table in tables]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return Size(stats[0]["entries"], pages * self._page_bytes)
+
+    def least_recent(self, n_bytes: int, but: Collection[str]) -> list[str]:
+        """Users that were not here for longest, first.
+
+        Args:
+            n_bytes: as many users as have so much of histories, at most 32.
+            but: leave these out: users whose changes may be on their way to `commit`.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        # Before the transaction: what is written from here on is of users in `but`, or of these.
+        used, found, pages = self._used, list[str](), 0
+        with self._translated(), self._env.begin() as txn:
+            for key in txn.cursor(db=self._uses).iternext(keys=False, values=True):
+                if pages * self._page_bytes >= n_bytes or len(found) == REMOVED_AT_ONCE:
+                    break
+                user, history = key.decode(), _record(txn.get(key, db=self._users))
+                if history is not None and user not in used and user not in but:
+                    found.append(user)
+                    pages += -(-history.length // SEGMENT_ITEMS)
+        return found
+
+    def remove(self, users: Sequence[str]) -> None:
+        """Remove the histories of users, all at once; on the disk when it returns.
+
+        Raises:
+            StoreError: nothing was removed.
+        """
+        with self._translated():
+            self._reserve((len(users) + 2) * _PAGES_A_CHANGE)
+            with self._env.begin(write=True) as txn:
+                for user in users:
+                    data = txn.pop(user.encode(), db=self._users)
+                    if data is not None:
+                        history, _, _, use = _RECORD.unpack(data)
+                        self._delete(txn, history)
+                        txn.delete(_USE_KEY.pack(use), db=self._uses)
+
     def close(self) -> None:
         """Close it. May be called twice."""
         if "_env" in self.__dict__:
+            if self._used:
+                self._write_uses()
             self._env.close()
             del self._env
         if self._lock >= 0:
@@ -176,7 +245,7 @@ class HistoryStore:
             raise ArtefactError(f"{self._file} is shorter than any store: it is damaged")
         try:
             self._env = lmdb.open(
-                str(self.folder), map_size=self.max_bytes, max_dbs=2, mode=0o600, max_spare_txns=4
+                str(self.folder), map_size=self.max_bytes, max_dbs=3, mode=0o600, max_spare_txns=4
             )
         except lmdb.Error as error:
             raise ArtefactError(f"{self.folder} holds no store of histories: {error}") from error
@@ -191,7 +260,7 @@ class HistoryStore:
 
     def _read_format(self) -> None:
         if self._env.stat()["entries"] == 0:
-            self._reserve(64 * self._page_bytes)
+            self._reserve(64)
             document = {
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
@@ -200,31 +269,44 @@ class HistoryStore:
             }
             with self._env.begin(write=True) as txn:
                 txn.put(_FORMAT_KEY, json.dumps(document).encode())
-                for name in (b"users", b"segments"):
+                for name in (b"users", b"segments", b"uses"):
                     self._env.open_db(name, txn)
         with self._env.begin() as txn:
             self.hash_key = _checked(self.folder, txn.get(_FORMAT_KEY))
         self._users = self._env.open_db(b"users", create=False)
         self._segments = self._env.open_db(b"segments", create=False)
-        with self._env.begin(db=self._segments) as txn:
-            cursor = txn.cursor()
-            newest = _SEGMENT_KEY.unpack(cursor.key())[0] if cursor.last() else 0
-        self._ids = itertools.count(newest + 1)
+        self._uses = self._env.open_db(b"uses", create=False)
+        with self._env.begin() as txn:
+            self._ids = itertools.count(_last(txn, self._segments) + 1)
+            self._use_numbers = itertools.count(_last(txn, self._uses) + 1)
 
     def _write(self, changes: Sequence[Change]) -> list[StoreError | None]:
+        writes = any(change.after != change.base for change in changes)
         with self._translated():
-            items = sum(change.items.size for change in changes)
-            pages = items // SEGMENT_ITEMS + _PAGES_A_CHANGE * (len(changes) + 2)
-            if any(change.after != change.base for change in changes):
-                self._reserve(pages * self._page_bytes)
+            if writes:
+                items = sum(change.items.size for change in changes)
+                pages = items // SEGMENT_ITEMS + _PAGES_A_CHANGE * (len(changes) + 2)
+                self._reserve(pages + _PAGES_A_USE * len(self._used))
             with self._env.begin(write=True) as txn:
-                return [self._apply(txn, change) for change in changes]
+                errors: list[StoreError | None] = [self._apply(txn, one) for one in changes]
+                used = self._used.copy()
+                for change, error in zip(changes, errors, strict=True):
+                    if error is None:
+                        used.pop(change.user, None)
+                        used[change.user] = None
+                if writes:
+                    self._number_uses(txn, used)
+        self._used = {} if writes else used
+        if len(self._used) >= USES_AT_ONCE:
+            self._write_uses()
+        return errors
 
     def _apply(self, txn: Any, change: Change) -> StaleHistory | None:
         # An id is known to be taken by its segments.
         require(change.after.length >= 1, "length", change.after.length, "1 or more")
         key = change.user.encode()
-        current = _record(txn.get(key, db=self._users))
+        data = txn.get(key, db=self._users)
+        current = _record(data)
         if current != change.base:
             return StaleHistory("the history has changed, or what it builds on was not written")
         if change.after == current:
@@ -235,8 +317,28 @@ class HistoryStore:
         elif current is not None:
             self._delete(txn, current.id)
         self._append(txn, change.after.id, start, change.items)
-        txn.put(key, _RECORD.pack(*change.after), db=self._users)
+        use = 0 if data is None else _RECORD.unpack(data)[3]
+        txn.put(key, _RECORD.pack(*change.after, use), db=self._users)
         return None
+
+    def _number_uses(self, txn: Any, users: Iterable[str]) -> None:
+        """These users were here last, in this order."""
+        for key in map(str.encode, users):
+            data = txn.get(key, db=self._users)
+            if data is not None:
+                *history, before = _RECORD.unpack(data)
+                number = next(self._use_numbers)
+                txn.delete(_USE_KEY.pack(before), db=self._uses)
+                txn.put(_USE_KEY.pack(number), key, append=True, db=self._uses)
+                txn.put(key, _RECORD.pack(*history, number), db=self._users)
+
+    def _write_uses(self) -> None:
+        """Have on the disk who was here last; forget it if there is no room, which is no reason to refuse."""
+        with contextlib.suppress(StoreError), self._translated():
+            self._reserve(_PAGES_A_USE * len(self._used))
+            with self._env.begin(write=True) as txn:
+                self._number_uses(txn, self._used)
+        self._used = {}
 
     def _append(self, txn: Any, history: int, start: int, items: Items) -> None:
         index, within = divmod(start, SEGMENT_ITEMS)
@@ -260,8 +362,9 @@ class HistoryStore:
     def _used_bytes(self) -> int:
         return int((self._env.info()["last_pgno"] + 1) * self._page_bytes)
 
-    def _reserve(self, n_bytes: int) -> None:
+    def _reserve(self, pages: int) -> None:
         """Have the file longer by so much than it is used, of space that the disk has set aside."""
+        n_bytes = pages * self._page_bytes
         size = self._file.stat().st_size
         if size >= min(self._used_bytes() + n_bytes, self.max_bytes):
             return
@@ -286,7 +389,13 @@ class HistoryStore:
 
 
 def _record(data: bytes | None) -> StoredHistory | None:
-    return None if data is None else StoredHistory(*_RECORD.unpack(data))
+    return None if data is None else StoredHistory(*_RECORD.unpack(data)[:3])
+
+
+def _last(txn: Any, table: Any) -> int:
+    """The number at the head of a table's last key, 0 if it is empty."""
+    cursor = txn.cursor(db=table)
+    return int.from_bytes(cursor.key()[:8], "big") if cursor.last() else 0
 
 
 def _checked(folder: Path, data: bytes | None) -> int:

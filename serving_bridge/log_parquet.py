@@ -119,7 +119,7 @@ def read_parquet(path: Path) -> list[Payload]:
 
 def _plain_columns(epochs: list[Payload]) -> dict[str, list[Any]]:
     first = epochs[0].values["record"]
-    names = [name for name, value in first.items() if isinstance(value, str | int | float)]
+    names = [name for name, value in first.items() if isinstance(value, str | int | float | None)]
     return {name: [epoch.values["record"][name] for epoch in epochs] for name in names}
 
 

@@ -26,7 +26,7 @@ from hlem_env.mdp import MdpConfig
 from serving_bridge.control_loop import ControlLoop, ControlSettings
 from serving_bridge.engine import Engine
 from serving_bridge.epoch_log import EpochLog
-from serving_bridge.history_store import HistoryStore
+from serving_bridge.history_store import DEFAULT_MAX_BYTES, HistoryStore
 from serving_bridge.policy import FrozenPolicy
 from serving_bridge.scoring import Limits
 from serving_bridge.server.admin import TOKEN_VARIABLE, read_token
@@ -55,12 +55,16 @@ class Args:
     mode: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
     """active, shadow (decide, do not apply) or frozen (hold alpha); by default as the run before on the same
     data ended, active at first"""
+    release: bool = False
+    """let go of the alpha at which an operator held the run before"""
     admin_token_file: Path | None = None
     """file with the token of the admin API, which is off without one; $HLEM_ADMIN_TOKEN is the other way"""
     queue: int = 256
     """requests that wait or run; more are turned away"""
     candidates: int = 1000
     """of one request, at most"""
+    histories_mib: int = 14 * 1024
+    """of histories on the disk; beyond it those of users go who were not here for longest"""
     body_mib: int = 4
     """of one request, at most"""
     drain_s: float = 30.0
@@ -69,7 +73,9 @@ class Args:
     def __post_init__(self) -> None:
         if self.mode is not None:
             require_choice("mode", self.mode, MODES)
-        for name, most in (("queue", 65_536), ("candidates", 100_000), ("body_mib", 1024)):
+        for name, most in (
+            ("queue", 65_536), ("candidates", 100_000), ("histories_mib", 2**25), ("body_mib", 1024)
+        ):  # fmt: skip
             value = getattr(self, name)
             require(1 <= value <= most, name, value, f"1 to {most}")
 
@@ -114,23 +120,29 @@ def build_node(args: Args, stack: ExitStack) -> tuple[Engine, ControlLoop]:
     except OSError as error:
         raise ArtefactError(f"no epoch log can be kept in {args.data}: {error.strerror}") from error
     stack.callback(log.close)
-    store = HistoryStore(args.data / "histories")
+    retain_bytes = args.histories_mib * 2**20
+    # The map has room for what comes while old histories are being removed.
+    max_bytes = max(DEFAULT_MAX_BYTES, retain_bytes + retain_bytes // 7)
+    store = HistoryStore(args.data / "histories", max_bytes)
     stack.callback(store.close)
     # As the run before left them: a restart is no jump, and does not undo what an operator ordered.
     last = log.last_record or {"mode": "active", "next_alpha_centi": None}
+    hold = None if args.release else last.get("hold_centi")
     settings = ControlSettings(mode=args.mode or last["mode"])
     control = ControlLoop(
         policy, mdp_config, settings, state=args.data / "adapter", log=log,
         initial_alpha_centi=last["next_alpha_centi"],
     )  # fmt: skip
     stack.callback(control.close)
+    if hold is not None:
+        control.hold(control.config.clip(hold))
     limits = Limits(
         config.max_history_tokens,
         args.candidates,
         queue=args.queue,
         body_bytes=args.body_mib * 2**20,
     )
-    engine = Engine(LiveNode(config), store, control, limits)
+    engine = Engine(LiveNode(config), store, control, limits, retain_bytes=retain_bytes)
     stack.callback(engine.close)
     return engine, control
 

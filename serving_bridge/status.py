@@ -62,6 +62,14 @@ class EpochRecord:
     mode: str = "active"
     decision_us: float = 0.0
     """Time of the decision, guards included."""
+    hold_centi: int | None = None
+    """Alpha that an operator held at its end, hundredths; None: none."""
+    history_users: int = 0
+    """Whose histories were on the disk at its end."""
+    history_bytes: int = 0
+    """That these took."""
+    histories_removed: int = 0
+    """Users' histories, for want of room."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -20,6 +20,7 @@ from hlem_env.live.measured import Measured
 from hlem_env.live.node import Executed, LiveNode
 from hlem_env.telemetry import EpochStats
 from hlem_env.workload.requests import Requests
+from serving_bridge.control_loop import Histories
 from serving_bridge.control_loop import Served as Served
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,16 @@ class Ticker:
         measured: of that node.
         control: decides. What it raises is logged, and alpha stays.
         start_s: of the node's clock, by `time.monotonic`.
+        histories: what the store holds, and what was removed since the last call.
     """
 
     def __init__(
-        self, node: LiveNode, measured: Measured, control: Control, start_s: float
-    ) -> None:
+        self, node: LiveNode, measured: Measured, control: Control, start_s: float,
+        histories: Callable[[], Histories],
+    ) -> None:  # fmt: skip
         self._node, self.measured, self._control = node, measured, control
         self._tick_s = node.config.epoch_seconds / mdp.TICKS_PER_EPOCH
-        self._ticks, self._start_s = 0, start_s
+        self._ticks, self._start_s, self._histories = 0, start_s, histories
         self._epoch: EpochStats | None = None
         self._served: deque[tuple[float, Requests]] = deque()
         self._refused = 0
@@ -104,7 +107,9 @@ class Ticker:
     def _close_epoch(self, end_s: float) -> None:
         stats, self._epoch = self._epoch, None
         assert stats is not None
-        served = Served(self._take_served(end_s), self._refused, self._start_s + end_s)
+        served = Served(
+            self._take_served(end_s), self._refused, self._start_s + end_s, self._histories()
+        )
         self._refused = 0
         self._node.last_p99_ms = stats.p99_ms
         self._ask(lambda: self._control.epoch(stats, served))

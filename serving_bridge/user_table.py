@@ -6,8 +6,8 @@ that are on their way to the disk stay here until they have arrived.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from hlem_env.errors import require
 from serving_bridge.history_store import Change, HistoryStore, Items, StoredHistory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Writing:
     """A change on its way to the disk."""
 
@@ -27,9 +27,9 @@ class Writing:
     """Set by the thread that commits."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class User:
-    """A user that is known."""
+    """A user that is known. There are many: an instance is kept small."""
 
     name: str
     number: int
@@ -40,15 +40,16 @@ class User:
     """As of the last request that was executed."""
     edits: int = 0
     """How often the history was replaced."""
-    writing: deque[Writing] = field(default_factory=deque)
+    writing: list[Writing] = field(default_factory=list)
     """What may not be on the disk yet, oldest first."""
     lost: bool = False
-    """A change was not written: what is known here is wrong. Set by the thread that commits."""
+    """What is known here is wrong: a change was not written, as the thread that commits says, or the
+    history is being removed."""
 
     def settle(self) -> None:
         """Forget what has been written."""
         while self.writing and self.writing[0].done:
-            self.writing.popleft()
+            del self.writing[0]
 
     def items(self, store: HistoryStore, first: int) -> Items:
         """The history from `first` on. Raises StoreError."""
@@ -76,6 +77,7 @@ class UserTable:
         require(1 <= capacity <= 2**31, "capacity", capacity, "1 to 2^31")
         self._store, self._capacity, self._on_slot = store, capacity, on_slot
         self._users: OrderedDict[str, User] = OrderedDict()
+        self._leaving: frozenset[str] = frozenset()
         self._numbers = 0
 
     def find(self, name: str) -> User | None:
@@ -84,8 +86,17 @@ class UserTable:
         if user is not None and not user.lost:
             self._users.move_to_end(name)
             return user
-        history = self._store.find(name)
+        history = None if name in self._leaving else self._store.find(name)
         return None if history is None else self.add(name, history)
+
+    def leave(self, names: Collection[str]) -> None:
+        """These users' histories are being removed, all others' are as the store says.
+
+        None of them may have changes on their way.
+        """
+        self._leaving = frozenset(names)
+        for user in filter(None, map(self._users.get, names)):
+            user.lost = True
 
     def add(self, name: str, history: StoredHistory | None = None) -> User:
         """A user as new, in place of one of that name or of the one that was asked for least lately."""

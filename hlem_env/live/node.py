@@ -159,7 +159,7 @@ class LiveNode:
         self.kv = KvCache(
             self.pool, layout, make_policy(self.kv_policy, half_life_s),
             max_history_tokens=config.max_history_tokens,
-            max_users=max(REMEMBERED_USERS, 4 * self.pool.pages),
+            max_users=self.remembered_users,
         )  # fmt: skip
         self.partition = Partition(self.pool, self.embedding, self.kv)
         self.refill = Refill(
@@ -171,6 +171,11 @@ class LiveNode:
         self._missed = 0
         self._told = AheadBytes(0, 0)
         self._told_evictions = 0
+
+    @property
+    def remembered_users(self) -> int:
+        """Users whose requests the KV cache counts; no more can have an entry."""
+        return max(REMEMBERED_USERS, 4 * self.pool.pages)
 
     @property
     def rows_in_pool(self) -> int:

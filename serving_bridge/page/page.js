@@ -44,6 +44,7 @@ const share = words(v => v.toFixed(2));
 const percent = words(v => `${(100 * v).toFixed(0)} %`);
 const ms = words(v => `${v < 100 ? v.toFixed(1) : v.toFixed(0)} ms`);
 const perSecond = words(v => `${v.toFixed(v < 10 ? 1 : 0)} /s`);
+const bytes = words(v => `${(v / 2 ** (v < 2 ** 30 ? 20 : 30)).toFixed(1)} ${v < 2 ** 30 ? "MiB" : "GiB"}`);
 const count = words(v => v.toLocaleString("en"));
 const signed = v => (v > 0 ? "+" : v < 0 ? "−" : "") + Math.abs(v).toFixed(Number.isInteger(v) ? 0 : 1);
 const clock = seconds => new Date(1000 * seconds).toLocaleTimeString("en-GB");
@@ -377,6 +378,8 @@ function condition(last) {
   return { text: "serving", tone: "good", banner: "" };
 }
 
+const gone = r => (r.histories_removed > 0 ? `, ${count(r.histories_removed)} removed` : "");
+
 const TILES = [
   ["P99 / SLO", r => `${words(v => v.toFixed(v < 100 ? 1 : 0))(latency(l => l.p99_ms)(r))} / ${number(r.slo_ms) ?? "–"} ms`],
   ["Within SLO", r => percent(ofRequests(o => o.qos)(r))],
@@ -386,6 +389,7 @@ const TILES = [
   ["Requests", r => perSecond(told(r) ? r.requests / r.duration_s : null)],
   ["Waiting", r => count(told(r) ? r.backlog : null)],
   ["Pending pages", r => count(told(r) ? r.pending_pages : null)],
+  ["Users on disk", r => `${count(r.history_users)}, ${bytes(r.history_bytes)}${gone(r)}`],
 ];
 
 function tellTiles() {

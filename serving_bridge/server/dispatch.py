@@ -28,6 +28,8 @@ class Dispatch:
     def __init__(self, scorer: Scorer, metrics: Metrics) -> None:
         self.scorer, self.metrics = scorer, metrics
         self.draining = False
+        self.grpc_calls = 0
+        """That have come so far, of any kind."""
         self._in_flight = 0
         self._ended: asyncio.Future[None] | None = None
 

@@ -105,6 +105,7 @@ def _handler(
         return (await call(message)).SerializeToString()  # type: ignore[no-any-return]
 
     async def handle(raw: bytes, context: Any) -> bytes:
+        dispatch.grpc_calls += 1
         try:
             if name != "ModelInfer":
                 return await answered(raw)

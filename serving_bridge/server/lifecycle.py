@@ -37,6 +37,8 @@ KEEP_ALIVE_SECONDS = 75
 """After which an idle HTTP connection is closed."""
 GRACE_SECONDS = 2
 """After draining, for answers that are on their way."""
+QUIET_SECONDS = 0.05
+"""Without a new gRPC call, before gRPC is shut."""
 FAILURE_SECONDS = 0.5
 """Between two looks at whether the node has failed."""
 METRICS_SECONDS = 10.0
@@ -153,8 +155,15 @@ class NodeServer:
         await self._grpc.start()
 
     async def _stop_grpc(self) -> None:
-        if self._grpc is not None:
-            await self._grpc.stop(GRACE_SECONDS)
+        if self._grpc is None:
+            return
+        # gRPC hands calls over one by one, and cancels those that it still has when it is shut.
+        loop = asyncio.get_running_loop()
+        end_s, before = loop.time() + GRACE_SECONDS, -1
+        while self.dispatch.grpc_calls != before and loop.time() < end_s:
+            before = self.dispatch.grpc_calls
+            await asyncio.sleep(QUIET_SECONDS)
+        await self._grpc.stop(GRACE_SECONDS)
 
     async def _watch_epochs(self) -> None:
         while True:

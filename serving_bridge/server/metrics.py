@@ -34,15 +34,23 @@ GAUGES: Final = {
     "hlem_queue_age_seconds": ("Age of the oldest of them.", "backlog_age_s"),
     "hlem_alpha_target_ratio": ("Embedding cache's share of the pool, as decided.", "next_alpha_centi"),
     "hlem_alpha_resident_ratio": ("Embedding cache's share of the pool, as it is.", "alpha_resident"),
+    "hlem_history_users": ("Users whose histories are on the disk.", "history_users"),
+    "hlem_history_bytes": ("Bytes that these take.", "history_bytes"),
 }  # fmt: skip
 """Metric: what it says, and the field of EpochRecord behind it."""
-UNMEASURED: Final = {"epoch", "end_unix_s", "slo_ms", "next_alpha_centi"}
+UNMEASURED: Final = {
+    "epoch", "end_unix_s", "slo_ms", "next_alpha_centi", "history_users", "history_bytes",
+}  # fmt: skip
 """Fields that an epoch without sound telemetry has, too; the other gauges are NaN then."""
 COUNTERS: Final = {
     "hlem_refill_bytes": ("Bytes copied to warm new embedding pages.", "refill_bytes"),
     "hlem_prefetch_bytes": ("Bytes copied for requests that waited.", "prefetch_bytes"),
     "hlem_kv_evictions": ("KV entries evicted.", "evictions"),
     "hlem_completed_requests": ("Requests that the node completed.", "requests"),
+    "hlem_histories_removed": (
+        "Users' histories that were removed for want of room.",
+        "histories_removed",
+    ),
     "hlem_refused_requests": ("Requests that the node turned away for overload.", "refused"),
 }
 PAGES: Final = ("embedding", "kv", "free", "pending")

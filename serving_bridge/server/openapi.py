@@ -27,7 +27,7 @@ EXAMPLE: Final[Json] = {
 REFUSED: Final = {
     400: "The request is not one that this node takes.",
     408: "The body did not arrive in time.",
-    409: "New items of a user without a stored history.",
+    409: "New items of a user without a stored history, or whose history was removed for want of room.",
     413: "The body is over the limit.",
     415: "The body is of a type or an encoding that this node does not read.",
     500: "The node failed while it handled the request.",

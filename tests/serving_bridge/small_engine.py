@@ -62,11 +62,12 @@ def engine_in(
     node: LiveNode | None = None,
     max_bytes: int = 2**26,
     known_users: int = 1000,
+    retain_bytes: int | None = None,
 ) -> Iterator[Engine]:
     """An engine with a store in the folder."""
     store = HistoryStore(folder, max_bytes)
     engine = Engine(
-        node or LiveNode(CONFIG), store, control or Told(), limits, known_users=known_users
+        node or LiveNode(CONFIG), store, control or Told(), limits, known_users, retain_bytes
     )
     try:
         yield engine

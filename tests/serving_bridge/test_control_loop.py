@@ -110,10 +110,11 @@ def test_an_operator_holds_alpha_from_the_next_tick_on(mode: str) -> None:
     assert loop.tick(stats_of(11, 20, alpha_target=0.33)) is None
     assert loop.epoch(stats_of(1, alpha_target=0.33)) == 33
     record = loop.recent()[-1]
-    assert (record.alpha_centi, record.next_alpha_centi) == (33, 33)
+    assert (record.alpha_centi, record.next_alpha_centi, record.hold_centi) == (33, 33, 33)
     assert "held" in record.held
     loop.hold(None)
     assert loop.epoch(stats_of(2, alpha_target=0.33)) != 33 or mode != "active"
+    assert loop.recent()[-1].hold_centi is None
     for bad in (9, 91, 50.5, True, "50"):
         with pytest.raises(ArgumentError, match="alpha_centi"):
             loop.hold(bad)  # type: ignore[arg-type]

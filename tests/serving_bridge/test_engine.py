@@ -20,6 +20,8 @@ from tests.serving_bridge.small_engine import (
     whole,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def node() -> Iterator[LiveNode]:

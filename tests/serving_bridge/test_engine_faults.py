@@ -38,9 +38,11 @@ from tests.serving_bridge.small_engine import (
     result,
     whole,
 )
+from tests.serving_bridge.store_check import users_by_use
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = Limits(history_tokens=700, queue=4)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Held:
@@ -169,7 +171,7 @@ def test_a_batch_that_the_node_refuses_is_not_served_and_the_next_is(tmp_path: P
 
 
 def test_a_full_store_serves_whoever_fits_and_loses_nothing(tmp_path: Path) -> None:
-    with engine_in(tmp_path, max_bytes=2**18) as engine:
+    with engine_in(tmp_path, max_bytes=2**18, retain_bytes=2**18) as engine:
         acknowledged: dict[str, int] = {}
         for i in range(200):
             future = engine.submit(request(f"u{i}", 690))
@@ -186,6 +188,38 @@ def test_a_full_store_serves_whoever_fits_and_loses_nothing(tmp_path: Path) -> N
         for user, length in acknowledged.items():
             assert result(again.submit(more(user, items(0), items(1)))).history_tokens == length
         assert again._store.find(f"u{len(acknowledged)}") is None
+
+
+def test_users_who_went_for_want_of_room_are_unknown_and_may_come_again(tmp_path: Path) -> None:
+    control, node, rng = Told(), LiveNode(CONFIG), np.random.default_rng(0)
+    right, candidates, room = Reference(node), items(3), 12 * 4096
+    histories: dict[str, np.ndarray] = {}
+    unknown = 0
+    with engine_in(tmp_path, control, node=node, retain_bytes=room) as engine:
+        for step in range(25):
+            histories[f"u{step}"] = items(300, step)
+            result(engine.submit(whole(f"u{step}", histories[f"u{step}"], candidates)))
+            users = {
+                f"u{user}" for user in [*range(max(step - 3, 0), step), rng.integers(step + 1)]
+            }
+            asked = [(user, engine.submit(more(user, items(2), candidates))) for user in users]
+            for user, future in asked:
+                histories[user] = np.concatenate([histories[user], items(2)])
+                try:
+                    scored = result(future)
+                except UnknownUser:
+                    unknown += 1
+                    histories[user] = items(310, -step % 77)
+                    scored = result(engine.submit(whole(user, histories[user], candidates)))
+                    assert scored.reused_tokens == 0
+                assert agree(scored, right.scores(histories[user], candidates))
+        seen = len(control.epochs)
+        wait_for(lambda: len(control.epochs) > seen + 1)
+        told = [served.histories for _, served in control.epochs]
+    held = users_by_use(tmp_path)
+    assert {f"u{user}" for user in range(21, 25)} <= set(held) and unknown > 0
+    assert told[-1].users == len(held) < 12 and 0 < told[-1].n_bytes <= room
+    assert sum(one.removed for one in told) == 25 + unknown - len(held)
 
 
 def test_what_was_not_written_has_not_happened_nor_what_follows_it(
@@ -367,6 +401,8 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
             user, length = map(int, line.split())
             acknowledged[user] = length
     assert len(told) >= 200 and len(acknowledged) == 12
+    held = users_by_use(tmp_path)  # it is sound
+    assert {f"u{user}" for user in acknowledged} <= set(held) and "v0" not in held
     with engine_in(tmp_path) as engine:
         right = Reference(engine._node)
         for user, length in acknowledged.items():

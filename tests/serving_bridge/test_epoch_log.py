@@ -90,6 +90,22 @@ def test_a_restart_begins_a_new_run_and_tells_of_the_last_epoch(tmp_path: Path) 
     assert len({epoch.run.name for epoch in read_epochs(tmp_path)}) == 2
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_last_epoch_is_told_where_all_have_been_compacted(
+    tmp_path: Path, damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("pyarrow")
+    write(tmp_path, 3, LogSettings(compact=False))
+    write(tmp_path, 2, LogSettings(compact=False), first=3)
+    path = compact(tmp_path / "epochs-00000002.log")
+    if damaged:
+        path.write_bytes(b"PAR1 nothing PAR1")
+    log = EpochLog(tmp_path, CONFIG)
+    log.close()
+    assert log.last_record["epoch"] == (2 if damaged else 4)
+    assert ("epochs-00000002.parquet" in caplog.text) == damaged
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     log = EpochLog(tmp_path, CONFIG)
     with pytest.raises(ArtefactError, match="another process logs"):

@@ -9,8 +9,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +22,13 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from hlem_env.command_line import run_command
+from serving_bridge import serve
+from serving_bridge.epoch_log import EpochLog
 from serving_bridge.log_reader import read_epochs
 from serving_bridge.scoring import ScoreRequest
-from serving_bridge.serve import Args, main
+from serving_bridge.serve import Args, build_node, main
+from tests.serving_bridge.made_epochs import CONFIG as MADE
+from tests.serving_bridge.made_epochs import entry
 from tests.serving_bridge.server.test_clients import inputs
 from tests.serving_bridge.small_engine import CONFIG, TOLERANCE, engine_in, items
 
@@ -144,9 +150,28 @@ def test_scores_faults_and_restart(
     after = logged(tmp_path, len(before) + 1)
     assert after[: len(before)] == before
     assert len({run for run, _ in after}) == 2
-    # The second run goes on from the alpha that the first one had.
+    # The second run goes on from the alpha that the first one had, and holds it.
     epochs = list(read_epochs(tmp_path / "data" / "log"))
-    assert [epoch.record.alpha_centi for epoch in epochs[len(before) :]][:1] == [30]
+    record = epochs[len(before)].record
+    assert (record.alpha_centi, record.hold_centi) == (30, 30)
+
+
+@pytest.mark.parametrize(
+    ("held", "options", "holds"),
+    [(33, {}, 33), (None, {}, None), (33, {"release": True}, None), (2, {}, 10)],
+)
+def test_a_held_alpha_is_held_after_a_restart_unless_it_is_let_go(
+    tmp_path: Path, held: int | None, options: dict[str, bool], holds: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("LiveNode", "Engine"):
+        monkeypatch.setattr(serve, name, lambda *_, **__: SimpleNamespace(close=lambda: None))
+    log, last = EpochLog(tmp_path / "log", MADE), entry(0)
+    assert log.put(last._replace(record=replace(last.record, hold_centi=held)))
+    log.close()
+    with ExitStack() as stack:
+        _, control = build_node(Args(POLICY, data=tmp_path, **options), stack)
+        assert control.held_alpha_centi == holds
 
 
 @pytest.mark.parametrize(

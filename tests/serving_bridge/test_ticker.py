@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from hlem_env.telemetry import EpochStats
+from serving_bridge.control_loop import Histories
 from serving_bridge.ticker import Ticker
 from tests.serving_bridge.small_engine import Told
 
 NONE = np.empty(0)
+HISTORIES = Histories(3, 4096, 2)
 
 
 class Spans:
@@ -35,7 +37,13 @@ class Grid:
         self.moves: list[int] = []
         node = SimpleNamespace(config=SimpleNamespace(epoch_seconds=1.0), move=self.moves.append)
         self.spans, self.control = Spans(), control
-        self.ticker = Ticker(node, self.spans, control, 100.0)  # type: ignore[arg-type]
+        self.ticker = Ticker(
+            node,
+            self.spans,
+            control,
+            100.0,
+            lambda: HISTORIES,  # type: ignore[arg-type]
+        )
         self.ticker.begin()
 
     def at(self, now_s: float) -> None:
@@ -51,6 +59,7 @@ def test_ten_ticks_are_an_epoch_and_each_is_told_of_once() -> None:
     assert begins == pytest.approx(np.arange(30) / 10)
     assert [end for _, end in grid.spans.taken][:-1] == begins[1:]
     assert len(grid.control.ticks) == 30 and len(grid.control.epochs) == 3
+    assert all(served.histories == HISTORIES for _, served in grid.control.epochs)
     for number, (stats, served) in enumerate(grid.control.epochs, 1):
         assert stats.duration_s == pytest.approx(1.0)
         assert served.refused == 10 and served.ended_s == pytest.approx(100.0 + number)

@@ -130,6 +130,7 @@ def record(epoch: int, **changed: object) -> EpochRecord:
         "pending_pages": 3, "refill_bytes": 1e6, "prefetch_bytes": 2e6, "evictions": 4,
         "next_alpha_centi": 52, "wanted_alpha_centi": 54, "reason": "policy +0.04",
         "held": "at most 0.02 a step", "parts": {"policy": 4.0}, "decision_us": 32.0,
+        "history_users": 1234, "history_bytes": 3 * 2**20, "histories_removed": 7,
     }  # fmt: skip
     return EpochRecord(**{**values, **changed})  # type: ignore[arg-type]
 

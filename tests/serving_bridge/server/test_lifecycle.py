@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from tritonclient.grpc import service_pb2 as messages
 
 from hlem_env.errors import ArgumentError
 from serving_bridge.server.lifecycle import Listen, NodeServer
-from tests.serving_bridge.server.fake_node import FakeScorer
+from tests.serving_bridge.server.fake_node import FakeNode, FakeScorer, running
 from tests.serving_bridge.server.test_bad_grpc import SERVICE, message
 from tests.serving_bridge.server.wire import INFER, with_input
 
@@ -111,6 +112,26 @@ def test_a_request_that_does_not_end_holds_nobody_up_for_ever() -> None:
             waiting_grpc.result(30)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert process.popen.wait(30) == 1
+
+
+def test_calls_that_come_as_it_stops_are_told_so() -> None:
+    node = FakeNode()
+    asked, end = message(raw=False).SerializeToString(), node.server.dispatch.end
+    waiting: list[grpc.Future] = []
+
+    def end_late() -> None:
+        """gRPC has these calls, and the loop that is to answer them is busy."""
+        waiting.extend(call.future(asked, timeout=30) for _ in range(20))
+        time.sleep(0.3)
+        end()
+
+    node.server.dispatch.end = end_late  # type: ignore[method-assign]
+    with running(node):
+        channel = grpc.insecure_channel(node.grpc_url)
+        call = channel.unary_unary(f"{SERVICE}/ModelInfer")
+        call(asked, timeout=30)
+    assert {one.code() for one in waiting} == {grpc.StatusCode.UNAVAILABLE}
+    channel.close()
 
 
 def test_a_port_that_is_taken_is_told() -> None:

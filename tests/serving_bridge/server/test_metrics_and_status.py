@@ -61,6 +61,7 @@ def test_an_epoch_shows() -> None:
         ("hlem_pool_pages", "free"): 5, ("hlem_pool_pages", "pending"): 3, ("hlem_mode", "shadow"): 1,
         ("hlem_mode", "active"): 0, ("hlem_burst_state", "burst"): 1, ("hlem_burst_state", "normal"): 0,
         "hlem_refill_bytes_total": 2e6, "hlem_prefetch_bytes_total": 4e6, "hlem_completed_requests_total": 80,
+        "hlem_history_users": 1234, "hlem_history_bytes": 3 * 2**20, "hlem_histories_removed_total": 14,
         "hlem_refused_requests_total": 6, "hlem_decision_seconds_count": 2, "hlem_decisions_held_total": 1,
     }  # fmt: skip
     for name, value in wanted.items():
@@ -80,6 +81,7 @@ def test_an_epoch_without_sound_telemetry_shows_no_measurement() -> None:
     for name in ("epoch_p99_seconds", "alpha_resident_ratio", "kv_hit_ratio"):
         assert np.isnan(shown[(f"hlem_{name}",)])
     assert np.isnan(shown[("hlem_pool_pages", "kv")])
+    assert shown[("hlem_history_users",)] == 1234  # no measurement of requests
     assert shown[("hlem_epoch",)] == 1 and shown[("hlem_alpha_target_ratio",)] == pytest.approx(
         0.52
     )
