@@ -240,7 +240,9 @@ class TestPage:
         assert legend(browser, "alpha")[1] == "–"
         assert len(browser.find_elements("css selector", "figure rect.untold")) == 6
         assert text(browser, "#badge-slo") == "no sound telemetry"
-        assert "1,234, 3.0 MiB, 7 removed" in text(browser, "#tiles")  # of the disk, not of requests
+        assert "1,234, 3.0 MiB, 7 removed" in text(
+            browser, "#tiles"
+        )  # of the disk, not of requests
 
     def test_an_earlier_epoch_can_be_read_by_keyboard(self, browser: Any, node: FakeNode) -> None:
         node.status.records += some_epochs()
