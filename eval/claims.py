@@ -170,7 +170,7 @@ CLAIMS = (
     Claim("Simulated, Burst: the working-set rule over it",
           COMPARED, _over_best_static("burst", "working-set rule")),
     Claim("A decision of the frozen policy", "bench_decision.json", _decision("act")),
-    Claim("A decision of the allocator, learning beside on the same core",
+    Claim("A decision of the allocator, its learning on the same core at a priority that hardly gets it",
           "bench_decision_allocator.json", _decision("allocator_decide_learning")),
     Claim("The plain surrogate's speed", "bench_surrogate.json", _surrogate),
     Claim("HSTU attention, 4 heads of 64, 4,096 tokens",

@@ -335,4 +335,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    run_command("eval.end_to_end", main, Args)
+    run_command("eval.end_to_end", main, Args, lambda args: f"what had ended is in {args.records}")

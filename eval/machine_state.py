@@ -23,8 +23,8 @@ SIDE = 2048
 """Of the square matrices that are multiplied."""
 TURNS = 20_000
 SLOW_HOST = 3.3
-"""Times its fastest: what `python_ms` is above while the host is slow. It varies by 2, as neighbours come and
-go; in the spells in which a node took several times as long for everything it was 3.7 to 5."""
+"""Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
+the one spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
 AFTER_EPOCHS = 2
 """Epochs after a slow one in which its queue still shows."""
 

@@ -278,4 +278,6 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    run_command("eval.non_disruption", main, Args)
+    run_command(
+        "eval.non_disruption", main, Args, lambda args: f"what had ended is in {args.records}"
+    )

@@ -320,6 +320,8 @@ def main(args: Args) -> int:
     print(time_left(missing, args.seconds, START_S))
     if missing and not args.report:
         return 0
+    there = f"a folder with some of {pieces[0].name} to {pieces[-1].name}"
+    require(len(missing) < len(pieces), "records", str(args.records), there)
     try:
         profile = HardwareProfile.load(args.profile or f"{setting.config.name}-live")
     except ArgumentError:
@@ -345,4 +347,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    run_command("eval.sim_to_real", main, Args)
+    run_command("eval.sim_to_real", main, Args, lambda args: f"what had ended is in {args.records}")

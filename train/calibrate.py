@@ -246,5 +246,9 @@ def _calibrate_load(args: Args, config: LiveConfig) -> int:
     return 0
 
 
+def _interrupted(args: Args) -> str:
+    return "nothing was written" if args.load else f"what had ended is in {args.records}"
+
+
 if __name__ == "__main__":
-    run_command("train.calibrate", main, Args)
+    run_command("train.calibrate", main, Args, _interrupted)
