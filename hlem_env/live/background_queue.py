@@ -95,7 +95,7 @@ class BackgroundQueue:
 
     def build(self, capacity: int, beside: bool) -> None:
         """Begin a new queue after all that the current stream was given, beside what comes next or not."""
-        here = torch.cuda.current_stream(self.state.stamp.device.index)
+        here = torch.cuda.current_stream(self.state.stamp.device)
         with torch.cuda.stream(self.stream):
             self.stream.wait_stream(here)
             self._build(capacity, beside)
@@ -109,7 +109,7 @@ class BackgroundQueue:
         wanted = max(LENGTH_MIN, capacity // CAPACITY_SHARE, int(BATCHES_MIN * self._keys))
         queue = self._in_order(min(wanted, capacity), capacity, beside)
         event = torch.cuda.Event()
-        event.record(self.stream)
+        event.record()
         self._pending = queue, event
         self._pending_until = len(queue[0]) + self.chain.given
         self.builds += 1
@@ -125,7 +125,7 @@ class BackgroundQueue:
 
     def _adopt(self) -> None:
         assert self._pending is not None
-        here = torch.cuda.current_stream(self.state.stamp.device.index)
+        here = torch.cuda.current_stream(self.state.stamp.device)
         queue, event = self._pending
         here.wait_event(event)
         # The allocator may give this memory to others once both streams are past it.

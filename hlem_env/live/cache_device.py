@@ -95,7 +95,6 @@ class CacheDevice:
         # Both rows start at a multiple of 16 bytes.
         places = -(-len(state.stamp) // rows_per_page // 4) * 4
         self._pages = torch.zeros(2, places, dtype=torch.int32).pin_memory()
-        self._pages_there = torch.zeros_like(self._pages, device=state.stamp.device)
         self.complete = False
         """Whether every row that exists is resident, so that no lookup can miss."""
 
@@ -124,11 +123,10 @@ class CacheDevice:
         return self._values
 
     def send_pages(self, pages: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Pages [n] to the device, which is not waited for, on `stream`, the current one.
+        """Pages [n] to the device, which is not waited for, on the current stream.
 
         Returns:
-            The pages int32 [n], and int32 [all pages or more], 1 for each of them, else 0: until the
-            next call.
+            The pages int32 [n], and int32 [all pages or more], 1 for each of them, else 0.
         """
         if not self._sent.query():
             self._pages = torch.zeros_like(self._pages).pin_memory()
@@ -136,9 +134,9 @@ class CacheDevice:
         chosen[:] = 0
         chosen[pages] = 1
         ids[: len(pages)] = pages
-        self._pages_there.copy_(self._pages, non_blocking=True)
-        self._sent.record(self.stream)
-        return self._pages_there[1, : len(pages)], self._pages_there[0]
+        there = self._pages.to(self.state.stamp.device, non_blocking=True)
+        self._sent.record()
+        return there[1, : len(pages)], there[0]
 
     def fetch(self, rows: Tensor) -> Tensor:
         """Values [n, dim] of rows, int64 [n], over the link."""
@@ -150,5 +148,5 @@ class CacheDevice:
 
     def aside(self) -> torch.cuda.StreamContext:
         """The stream beside, behind what the current one was given."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.state.stamp.device.index))
+        self.stream.wait_stream(torch.cuda.current_stream(self.state.stamp.device))
         return torch.cuda.stream(self.stream)

@@ -383,7 +383,7 @@ class EmbeddingCache:
                 emptied = side.stream.record_event()
             self._rebuild_queue()
         if emptied is not None:
-            torch.cuda.current_stream(self.device.index).wait_event(emptied)
+            torch.cuda.current_stream(self.device).wait_event(emptied)
         return gone
 
     def _give_up(self, slots: Tensor) -> None:
@@ -481,7 +481,7 @@ class EmbeddingCache:
     def _settle(self) -> None:
         """Let the current stream wait for what grow and shrink do aside."""
         if self._device_side is not None:
-            torch.cuda.current_stream(self.device.index).wait_stream(self._device_side.stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._device_side.stream)
 
     def _check(self, keys: Tensor) -> None:
         good = keys.ndim == 1 and keys.dtype == torch.int64

@@ -90,7 +90,7 @@ class RankedBackgroundQueue(BackgroundQueue):
         self.fallbacks = 0
         """Queues by recency for want of predictions."""
         self.predictions = RowPredictions(predictor, self._write)
-        self._beside = torch.cuda.Stream(state.stamp.device)
+        self._upload = torch.cuda.Stream(state.stamp.device)
         self._written = torch.cuda.Event()
         self._origin_s: float | None = None
         self._batch = 0
@@ -121,7 +121,7 @@ class RankedBackgroundQueue(BackgroundQueue):
         if self.predictions.has_room():
             assert self._origin_s is not None
             now_s = self._origin_s + self.chain.now_s
-            self.predictions.ask(self._on_host(keys), now_s)
+            self.predictions.ask(_on_host(keys), now_s)
 
     def observe(self, counters: list[int]) -> None:
         """See `BackgroundQueue.observe`."""
@@ -203,31 +203,28 @@ class RankedBackgroundQueue(BackgroundQueue):
         """Seconds now, seconds from one batch to the next, and the last batch."""
         return self.chain.now_s, self.chain.now_s / max(self._batch, 1), self._batch
 
-    def _on_host(self, keys: Tensor) -> Callable[[], Keys]:
-        """Keys, int64 [n], as they are now; whoever calls waits for them, the current stream does not."""
-        here = torch.cuda.current_stream(keys.device.index)
-        mine = keys.clone()  # their owner may overwrite them
-        mine.record_stream(self._beside)
-        self._beside.wait_stream(here)
-        with torch.cuda.stream(self._beside):
-            copy = mine.to("cpu", non_blocking=True)
-            copied = self._beside.record_event()
-
-        def wait() -> Keys:
-            copied.synchronize()
-            rows: Keys = copy.numpy()
-            return rows
-
-        return wait
-
     def _write(self, rows: Keys, times: Floats) -> None:
         """In the predictor's thread: put times [n] of rows [n] where the next queue finds them."""
         assert self._origin_s is not None
         device = self.state.stamp.device
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._upload):
             where = torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)
             since = torch.from_numpy((times - self._origin_s).astype(np.float32)).pin_memory()
             self.chain.next_of.index_copy_(0, where, since.to(device, non_blocking=True))
             written = torch.cuda.Event()
             written.record()
         self._written = written
+
+
+def _on_host(keys: Tensor) -> Callable[[], Keys]:
+    """Keys, int64 [n], copied behind what the current stream was given; whoever calls waits for them."""
+    copy = keys.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Keys:
+        copied.synchronize()
+        rows: Keys = copy.numpy()
+        return rows
+
+    return wait

@@ -328,7 +328,7 @@ class Refill:
         if self._stream is None:
             self._copy(buffer)
         elif buffer.copied is not None:
-            torch.cuda.current_stream(self.cache.device.index).wait_event(buffer.copied)
+            torch.cuda.current_stream(self.cache.device).wait_event(buffer.copied)
         n = buffer.n
         self.cache.publish(buffer.staged[:n], buffer.values[:n], now, evict=buffer.prefetch)
         if self._cuda:
