@@ -150,6 +150,7 @@ def row_of(scenario: Scenario, seeds: list[int], repeats: int, bounds: bool) -> 
     best = min(constants, key=lambda value: constants[value])
     return {
         "policy_p99_ms": float(alone.mean()),
+        "by_seed_ms": {"policy": alone.tolist(), "adapter": with_adapter.tolist()},
         "adapter_over_policy": vars(adapted),
         "policy_regret": float(alone.mean()) / star - 1 if star else None,
         "adapter_regret": float(with_adapter.mean()) / star - 1 if star else None,
@@ -163,14 +164,31 @@ def row_of(scenario: Scenario, seeds: list[int], repeats: int, bounds: bool) -> 
     }
 
 
-def mean_regrets(rows: dict[str, Any]) -> dict[str, float]:
-    """Means over the workloads with a mismatch."""
+def mean_regrets(rows: dict[str, Any]) -> dict[str, Any]:
+    """Means over the workloads with a mismatch, and what the adapter leaves of the policy's regret."""
     off = [row for name, row in rows.items() if not name.startswith("none,")]
+    policy = np.array([row["policy_regret"] for row in off])
+    ratio = [row["adapter_over_policy"]["value"] for row in off]
     return {
-        "policy": float(np.mean([row["policy_regret"] for row in off])),
+        "policy": float(policy.mean()),
         "adapter": float(np.mean([row["adapter_regret"] for row in off])),
-        "adapter_over_policy": float(np.mean([row["adapter_over_policy"]["value"] for row in off])),
+        "adapter_over_policy": float(np.mean(ratio)),
+        "regret_left": vars(ratio_of_means(*(_by_seed(off, who) for who in ("adapter", "policy")))),
+        **{
+            name: float(
+                np.mean((1 + policy) * [row["bounds_over_policy"][name] for row in off] - 1)
+            )
+            for name in off[0]["bounds_over_policy"]
+        },
     }
+
+
+def _by_seed(rows: list[dict[str, Any]], who: str) -> NDArray[np.float64]:
+    """Regret [seeds], the mean of the rows, each against its own mean P99 at alpha*."""
+    star_ms = [row["policy_p99_ms"] / (1 + row["policy_regret"]) for row in rows]
+    p99_ms = np.array([row["by_seed_ms"][who] for row in rows])
+    regret: NDArray[np.float64] = (p99_ms / np.array(star_ms)[:, None]).mean(axis=0) - 1
+    return regret
 
 
 def main(args: Args) -> None:
@@ -214,9 +232,14 @@ def main(args: Args) -> None:
         print(f"{name}: P99 over the policy's: {', '.join(f'{k} {v:.4f}' for k, v in bounds)}")
     mean = mean_regrets(rows) if args.repeats else None
     if mean is not None:
+        left = mean["regret_left"]
+        print("mean regrets over the mismatches, %: " + ", ".join(
+            f"{name} {100 * value:.2f}" for name, value in mean.items()
+            if name not in ("adapter_over_policy", "regret_left")
+        ))  # fmt: skip
         print(
-            f"mean over the mismatches: regret {100 * mean['policy']:.2f} %, with adapter "
-            f"{100 * mean['adapter']:.2f} %; P99 with adapter {mean['adapter_over_policy']:.4f} of it"
+            f"the adapter leaves {left['value']:.3f} [{left['low']:.3f}, {left['high']:.3f}] of the policy's "
+            f"regret; its P99 is {mean['adapter_over_policy']:.4f} of the policy's"
         )
     if args.json is not None:
         write_result(args.json, command("eval.bench_adapter"), {

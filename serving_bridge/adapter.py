@@ -12,6 +12,9 @@ names neither the five inputs nor the loss; both are ours. Learning never runs i
 reads a snapshot of the weights, which nothing changes afterwards. In simulation the steps run between
 decisions (`background=False`), so that a seed fixes the run; on a node a thread takes them, without the
 interpreter's lock and at a lower priority.
+
+To the network's residual comes a pull to where both caches are worth the same (cache_worth.py), learnt
+beside it from the same epochs.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import require
+from serving_bridge.cache_worth import Seen, WorthLearner, by_kind
 from serving_bridge.residual_network import (
     HIDDEN,
     INPUTS,
@@ -69,10 +73,8 @@ class AdapterSettings:
     bound: float = 0.02
     """Of the residual, in alpha."""
     pull: float = 1.0
-    """Share of the gap to the knee that the residual closes in an epoch, within the bound. 0: it is what
-    was learnt alone."""
-    knee_offset: float = 0.02
-    """The knee is at alpha = 1 - working set + this."""
+    """Share of the gap to the target (`cache_worth`) that the residual closes in an epoch, within the bound.
+    0: the residual is the network's alone."""
     explore: float = 0.002
     """Deviation of the noise, in alpha; it is cut at 0.01. 0: no exploration, nothing is learnt."""
     learning_rate: float = 1e-3
@@ -89,7 +91,6 @@ class AdapterSettings:
     def __post_init__(self) -> None:
         require(0 < self.bound <= 0.02, "bound", self.bound, "above 0, at most 0.02")
         require(0 <= self.pull <= 1, "pull", self.pull, "0 to 1")
-        require(-1 <= self.knee_offset <= 1, "knee_offset", self.knee_offset, "-1 to 1")
         require(0 <= self.explore <= 0.01, "explore", self.explore, "0 to 0.01")
         require(0 <= self.learning_rate <= 1, "learning_rate", self.learning_rate, "0 to 1")
         require(0 <= self.steps <= 64, "steps", self.steps, "0 to 64")
@@ -109,6 +110,8 @@ class Sample(NamedTuple):
     reward: float
     surprise: float
     """|P99 - EMA| / SLO of the epoch: scales the learning rate."""
+    seen: Seen | None = None
+    """What its requests tell of the worth of the caches."""
 
 
 Waiting = Sample | Callable[[], Sample]
@@ -121,12 +124,15 @@ class Learner:
         self.settings = settings
         first, self.rng = np.random.default_rng(seed).spawn(2)
         self.weights = initial_weights(first)
+        self.worth = WorthLearner()
         self.replay = np.zeros((settings.replay, _COLUMNS))
         self.seen = 0
         """Samples ever taken; the replay holds the last ones, at `seen % replay`."""
 
     def take(self, sample: Sample) -> None:
         """Put a sample into the replay and take the epoch's steps. What is no sensible number is left out."""
+        if sample.seen is not None and _sensible(sample.seen):
+            self.worth.take(sample.seen)
         row = [*sample.features, sample.applied, sample.mean, sample.reward]
         if not _sensible([*row, sample.surprise]):
             return
@@ -138,6 +144,7 @@ class Learner:
 
     def rehearse(self) -> None:
         """Compile, or load what was compiled: before there is a decision that would wait for it."""
+        by_kind(np.zeros(1), np.zeros(1, np.bool_))
         propose(packed(self.weights), (0.0,) * INPUTS, self.settings.bound, 0.0, _MOST)
         _climb(
             copied(self.weights), self.replay[:1], np.zeros((0, self.settings.batch), np.int64),
@@ -237,6 +244,8 @@ class OnlineAdapter:
         self._samples: deque[Waiting] = deque()
         self.snapshot: Floats = packed(self.learner.weights)
         """What decisions read."""
+        self.worth = self.learner.worth.worth
+        """The same, of the caches."""
 
     def propose(self, features: Sequence[float]) -> tuple[float, float]:
         """Residual to apply and its mean, in alpha, both within +-bound.
@@ -248,15 +257,30 @@ class OnlineAdapter:
         applied, mean = propose(self.snapshot, features, bound, noise, _MOST)
         return applied, mean
 
-    def towards_knee(self, alpha: float, working_set: float) -> float:
-        """The part of the residual that is not learnt: towards where the hot users' KV just fits.
+    def pull(
+        self, alpha: float, base: float, working_set: float, hot_share: float, kv_hit: float
+    ) -> tuple[float, float]:
+        """The part of the residual that is not learnt by reward: towards the target of `cache_worth`.
 
         Args:
-            alpha: where the base step leads.
+            alpha: in force.
+            base: step of the policy from there.
             working_set: KV bytes of the hot users over the pool.
+            hot_share, kv_hit: of the epoch.
+
+        Returns:
+            What is held back of the base step, and the pull, within the bound. A base step is held back
+            that leads away from a balance above the knee: towards the knee is the policy's habit, and
+            there it is wrong.
         """
-        gap = 1.0 - working_set + self.settings.knee_offset - alpha
-        return self.bounded(self.settings.pull * gap)
+        share = self.settings.pull
+        if share == 0.0:
+            return 0.0, 0.0
+        target, above_knee = self.worth.target(working_set, hot_share, kv_hit)
+        gap = target - alpha
+        if above_knee and base * gap < 0.0:
+            return -base, self.bounded(share * gap)
+        return 0.0, self.bounded(share * (gap - base))
 
     def bounded(self, residual: float) -> float:
         """Within +-bound; 0 for what is no number."""
@@ -298,6 +322,7 @@ class OnlineAdapter:
         with self.learning:
             self.learner.take(sample() if callable(sample) else sample)
             self.snapshot = packed(self.learner.weights)
+            self.worth = self.learner.worth.worth
 
     def _start(self) -> None:
         self._stop, self._wake = threading.Event(), threading.Event()

@@ -28,7 +28,7 @@ from serving_bridge.residual_network import Weights, frozen, packed
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "adapter.json"
-FORMAT, FORMAT_VERSION = "hlem-adapter", 1
+FORMAT, FORMAT_VERSION = "hlem-adapter", 2
 MAX_BYTES = 1 << 20
 """Of either file: a thousand samples take 64 kB."""
 _TENSORS = re.compile(r"adapter-[0-9a-f]{16}\.safetensors")
@@ -47,7 +47,11 @@ def save_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str) -
     """
     folder, learner = Path(folder), adapter.learner
     with adapter.learning:
-        tensors = {**learner.weights._asdict(), "replay": learner.replay.copy()}
+        tensors = {
+            **learner.weights._asdict(),
+            "replay": learner.replay.copy(),
+            "worth": learner.worth.numbers(),
+        }
         seen = learner.seen
     data = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in tensors.items()})
     digest = hashlib.sha256(data).hexdigest()
@@ -82,15 +86,17 @@ def restore_state(adapter: OnlineAdapter, folder: str | Path, policy_sha256: str
         return False
     try:
         document = _document(folder / STATE_FILE)
-        weights, replay, seen = _checked(document, folder, adapter, policy_sha256)
+        tensors, seen = _checked(document, folder, adapter, policy_sha256)
     except ArtefactError as error:
         logger.warning("the adapter starts from zero: %s", error)
         _put_aside(folder)
         return False
-    adapter.learner.replay[:] = replay
+    weights = Weights(*(tensors[key].copy() for key in Weights._fields))
+    adapter.learner.replay[:] = tensors["replay"]
     adapter.learner.seen = seen
     adapter.learner.weights = frozen(weights)
-    adapter.snapshot = packed(weights)
+    adapter.learner.worth.restore(tensors["worth"])
+    adapter.snapshot, adapter.worth = packed(weights), adapter.learner.worth.worth
     return True
 
 
@@ -106,7 +112,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 def _checked(
     document: dict[str, Any], folder: Path, adapter: OnlineAdapter, policy_sha256: str
-) -> tuple[Weights, NDArray[np.float64], int]:
+) -> tuple[dict[str, NDArray[np.float64]], int]:
     about = folder / STATE_FILE
     for key, wanted in {
         "format": FORMAT,
@@ -130,7 +136,12 @@ def _checked(
         tensors = safetensors.numpy.load(data)
     except (SafetensorError, ValueError) as error:
         raise ArtefactError(f"{folder / name}: {error}") from error
-    wanted_tensors = {**adapter.learner.weights._asdict(), "replay": adapter.learner.replay}
+    learner = adapter.learner
+    wanted_tensors = {
+        **learner.weights._asdict(),
+        "replay": learner.replay,
+        "worth": learner.worth.numbers(),
+    }
     for key, like in wanted_tensors.items():
         tensor = tensors.get(key)
         fits = tensor is not None and (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
@@ -138,8 +149,7 @@ def _checked(
             raise ArtefactError(
                 f"{folder / name}: {key} is missing, of another shape or not finite"
             )
-    weights = Weights(*(tensors[key].copy() for key in Weights._fields))
-    return weights, tensors["replay"], seen
+    return tensors, seen
 
 
 def _read(path: Path) -> bytes:

@@ -19,14 +19,19 @@ from numpy.typing import NDArray
 from hlem_env import mdp
 from hlem_env.controller import Decision
 from hlem_env.errors import require
-from hlem_env.mdp import EMA_WEIGHT, MdpConfig
+from hlem_env.mdp import EMA_WEIGHT, HOT_WINDOW_EPOCHS, MdpConfig
 from hlem_env.telemetry import EpochStats
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
+from serving_bridge.cache_worth import seen
 from serving_bridge.policy import FrozenPolicy
 from serving_bridge.recovery import RecoverySettings, State, Transition, WithRecovery
 
 LOG_ENTRIES = 1000
 """Decisions kept in the log; the oldest go first."""
+_FALL = 0.5
+"""Of what the working set lies below its mean: half of those who have left still hold KV."""
+_SUDDEN = 0.15
+"""Pools by which the working set is off its mean of a hot window in a burst, and in few trends."""
 _NO_PARTS = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0}
 
 
@@ -57,7 +62,7 @@ class AdaptedPolicy:
     def restart(self) -> None:
         """Forget the episode, but not what the adapter has learnt."""
         self._carry = 0.0
-        self._ema_ms = -1.0
+        self._ema_ms = self._mean_working_set = -1.0
         self._pending: tuple[tuple[float, ...], float, float] | None = None
         self._commanded = -1
 
@@ -94,8 +99,26 @@ class AdaptedPolicy:
         )  # fmt: skip
         applied, mean = self.adapter.propose(features)
         self._pending = features, applied, mean
-        pull = self.adapter.towards_knee((alpha_centi + base) / 100, stats.working_set)
-        return self._decision(alpha_centi, base, 100 * self.adapter.bounded(pull + applied))
+        held, pull = self._pull(alpha_centi / 100, base / 100, stats)
+        residual = held + self.adapter.bounded(pull + applied)
+        return self._decision(alpha_centi, base, 100 * residual)
+
+    def _pull(self, alpha: float, base: float, stats: EpochStats) -> tuple[float, float]:
+        """The adapter's, none while the working set is off its mean: a burst's is gone before alpha is there.
+
+        Half of what it has fallen is left out: a user who has left counts as hot for a window more.
+        """
+        assert self.adapter is not None
+        working_set = stats.working_set
+        if self._mean_working_set < 0.0:
+            self._mean_working_set = working_set
+        off = working_set - self._mean_working_set
+        self._mean_working_set += off / HOT_WINDOW_EPOCHS
+        if not -_SUDDEN <= off <= _SUDDEN:
+            return 0.0, 0.0
+        if off < 0.0:
+            working_set += _FALL * off
+        return self.adapter.pull(alpha, base, working_set, stats.hot_share, stats.kv_hit)
 
     def _decision(self, alpha_centi: int, base: int, residual_centi: float) -> Decision:
         wanted = base + residual_centi + self._carry
@@ -122,7 +145,9 @@ class AdaptedPolicy:
         pending, self._pending = self._pending, None
         if pending is not None and alpha_centi == self._commanded:
             # Made where it is learnt: the reward goes over all requests.
-            self.adapter.learn(lambda: Sample(*pending, mdp.reward(stats, self.config), surprise))
+            self.adapter.learn(
+                lambda: Sample(*pending, mdp.reward(stats, self.config), surprise, seen(stats))
+            )
 
 
 class LogEntry(NamedTuple):

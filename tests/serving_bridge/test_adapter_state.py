@@ -7,6 +7,7 @@ import pytest
 from serving_bridge import adapter_state
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
 from serving_bridge.adapter_state import STATE_FILE, restore_state, save_state
+from serving_bridge.cache_worth import Seen
 
 POLICY = "ab" * 32
 
@@ -16,7 +17,8 @@ def learnt(epochs: int = 12, seed: int = 0) -> OnlineAdapter:
     for _ in range(epochs):
         features = rng.random(5)
         applied, mean = adapter.propose(features)
-        adapter.learn(Sample(tuple(features), applied, mean, applied, 1.0))
+        told = Seen(0.5 + 0.1 * rng.random(), 0.4, 200, 800, 0.9, 1.5, 3.5, 0.1)
+        adapter.learn(Sample(tuple(features), applied, mean, applied, 1.0, told))
     return adapter
 
 
@@ -30,6 +32,8 @@ def same(one: OnlineAdapter, other: OnlineAdapter) -> bool:
         all(np.array_equal(a, b) for a, b in zip(one.snapshot, other.snapshot, strict=True))
         and np.array_equal(one.learner.replay, other.learner.replay)
         and one.learner.seen == other.learner.seen
+        and one.worth == other.worth
+        and np.array_equal(one.learner.worth.numbers(), other.learner.worth.numbers())
     )
 
 
@@ -90,7 +94,7 @@ def damage(folder: Path, how: str) -> None:
     elif how == "a path":
         about.write_text(json.dumps(json.loads(about.read_text()) | {"tensors": "../x"}))
     elif how == "version":
-        about.write_text(json.dumps(json.loads(about.read_text()) | {"format_version": 2}))
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"format_version": 1}))
     elif how == "huge":
         about.write_bytes(b" " * (2 << 20))
 
