@@ -80,6 +80,7 @@ _BATCHING = np.dtype(
     [
         # constants
         ("token_budget", "i8"),
+        ("wake_ms", "f8"),
         ("request_ms", "f8"),
         ("graph_tokens", "i8"),
         ("eager_ms", "f8"),
@@ -235,7 +236,9 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         _complete(clock, opened, latency_ms, service_out, arrival_out, is_hot)
     first = arrived = 0
     while first < arrivals.size:
-        start_s = max(arrivals[first], clock.server_free_s)
+        start_s = clock.server_free_s
+        if arrivals[first] > start_s:
+            start_s = arrivals[first] + 1e-3 * batching.wake_ms
         if start_s >= run.end_s:
             break
         arrived = max(arrived, first)
@@ -386,6 +389,7 @@ class BatchedBackend(SurrogateBackend):
         batching = np.zeros(1, _BATCHING)
         for name, value in {
             "token_budget": node.token_budget,
+            "wake_ms": hardware.wake_ms,
             "request_ms": hardware.request_ms,
             "graph_tokens": hardware.graph_tokens,
             "eager_ms": hardware.eager_ms,

@@ -73,7 +73,8 @@ def measured(layers: int, noise: float = 0.0) -> dict[str, Any]:
 
 def test_constants_come_back() -> None:
     found = fit([measured(3), measured(6)], CONFIG, "made-up")
-    assert found.overhead_ms == pytest.approx(OVERHEAD + 0.1, rel=1e-3)
+    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=1e-3)
+    assert found.wake_ms == 0.1
     assert found.request_ms == pytest.approx(REQUEST, rel=1e-3)
     assert found.eager_ms == pytest.approx(EAGER, rel=1e-3)
     assert found.ahead_ms == pytest.approx(AHEAD, rel=1e-3)
