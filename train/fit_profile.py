@@ -155,7 +155,9 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         [(c.ms - predicted(c), c.missed_rows * found[4]) for c in cells if c.refilling]
     )
     residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
-    wake_ms = float(np.median([depth["loop"]["median_ms"] for depth in raw]))
+    # Older measurements do not say what of it keeps the server busy.
+    loop_ms = _median(raw, "loop", "busy_ms") if "busy_ms" in raw[0]["loop"] else 0.0
+    wake_ms = max(_median(raw, "loop", "median_ms") - loop_ms, 0.0)
     row_bytes = config.row_bytes
     bands = {key: _median(raw, "bandwidths", key) for key in raw[0]["bandwidths"]}
     gather = config.emulated_link_gbps or row_bytes / max(found[4], 1e-12) * 1e-6
@@ -176,6 +178,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         append_history_tokens=terms.knots,
         append_layer_ms=tuple(_round(v) for v in append),
         wake_ms=_round(wake_ms),
+        loop_ms=_round(loop_ms),
         request_ms=_round(found[1]),
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(found[2]),

@@ -81,6 +81,7 @@ _BATCHING = np.dtype(
         # constants
         ("token_budget", "i8"),
         ("wake_ms", "f8"),
+        ("loop_ms", "f8"),
         ("request_ms", "f8"),
         ("graph_tokens", "i8"),
         ("eager_ms", "f8"),
@@ -345,7 +346,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         elif not some_not and jitter.size > 0:
             batch_ms *= jitter[_pick(batching.serial, jitter.size)]
 
-        done_s = start_s + 1e-3 * batch_ms
+        done_s = start_s + 1e-3 * (batching.loop_ms + batch_ms)
         for k in range(count):
             one = opened[k]
             one.service_ms = batch_ms * one.tokens / total
@@ -390,6 +391,7 @@ class BatchedBackend(SurrogateBackend):
         for name, value in {
             "token_budget": node.token_budget,
             "wake_ms": hardware.wake_ms,
+            "loop_ms": hardware.loop_ms,
             "request_ms": hardware.request_ms,
             "graph_tokens": hardware.graph_tokens,
             "eager_ms": hardware.eager_ms,
