@@ -22,7 +22,6 @@ from eval.device_timing import elapsed_ms
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.live.host_tables import HostTables
-from hlem_env.live.kernels.gather_triton import gather_rows
 from hlem_env.machine import command, write_result
 
 STRETCH_BYTES = 64 * 2**10
@@ -72,6 +71,8 @@ def main(args: Args) -> int:
 
 def measure(args: Args, tables: HostTables, n: int, order: str) -> dict[str, Any]:
     """Batches of n distinct rows in one order."""
+    from hlem_env.live.kernels.gather_triton import gather_rows
+
     times, right, stretches = [], True, []
     generator = torch.Generator("cuda").manual_seed(args.seed)
     out = torch.empty(n, args.dim, device="cuda")

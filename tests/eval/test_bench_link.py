@@ -7,7 +7,6 @@ import torch
 from eval.bench_link import Args, main
 from hlem_env.errors import ArgumentError
 
-
 GPU = torch.cuda.is_available()
 
 
