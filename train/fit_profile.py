@@ -155,9 +155,10 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         [(c.ms - predicted(c), c.missed_rows * found[4]) for c in cells if c.refilling]
     )
     residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
-    # Older measurements do not say what of it keeps the server busy.
-    loop_ms = _median(raw, "loop", "busy_ms") if "busy_ms" in raw[0]["loop"] else 0.0
-    wake_ms = max(_median(raw, "loop", "median_ms") - loop_ms, 0.0)
+    # Older measurements do not say what of it keeps the server busy; most of it does.
+    added_ms = _median(raw, "loop", "median_ms")
+    loop_ms = _median(raw, "loop", "busy_ms") if "busy_ms" in raw[0]["loop"] else added_ms
+    wake_ms = max(added_ms - loop_ms, 0.0)
     row_bytes = config.row_bytes
     bands = {key: _median(raw, "bandwidths", key) for key in raw[0]["bandwidths"]}
     gather = config.emulated_link_gbps or row_bytes / max(found[4], 1e-12) * 1e-6
