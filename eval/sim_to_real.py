@@ -148,9 +148,12 @@ class Setting:
             episode_epochs=args.settle_epochs + args.epochs,
         )
 
-    def simulate(self, run: Run, profile: NodeProfile, speed: float) -> dict[str, Any]:
-        """What the surrogate measures in a run, at the load of a machine of so much speed."""
-        return self.serve(surrogate_twin(self.scenario(run), self.at(run), profile, speed), run)
+    def simulate(self, record: Mapping[str, Any], profile: NodeProfile) -> dict[str, Any]:
+        """What the surrogate measures in the run of a record, under the record's load."""
+        run = Run(**record["run"])
+        scenario = replace(self.scenario(run), utilisation=record["scenario"]["utilisation"])
+        twin = surrogate_twin(scenario, self.at(run), profile, record["speed"])
+        return self.serve(twin, run)
 
     def serve(
         self, backend: Backend, run: Run, between: Callable[[], None] = lambda: None
@@ -273,10 +276,10 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         now = profile
         if setting.args.machine_speed and str(run.layers) in profile.probe_ms:
             now = profile.slower(record["probe_ms"] / profile.probe_ms[str(run.layers)])
-        sim = setting.simulate(run, now, record["speed"])
+        sim = setting.simulate(record, now)
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
             now = now.slower(record["live"]["mean_service_ms"] / sim["mean_service_ms"])
-            sim = setting.simulate(run, now, record["speed"])
+            sim = setting.simulate(record, now)
         kept = undisturbed_epochs(record)
         both = {"live": without(kept, record["live"]), "sim": without(kept, sim)}
         found.append({"run": record["run"], "epochs_left_out": int((~kept).sum()), **both})

@@ -155,7 +155,10 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         [(c.ms - predicted(c), c.missed_rows * found[4]) for c in cells if c.refilling]
     )
     residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
-    loop_ms = float(np.median([depth["loop"]["median_ms"] for depth in raw]))
+    # Older measurements do not say what of it keeps the server busy; most of it does.
+    added_ms = _median(raw, "loop", "median_ms")
+    loop_ms = _median(raw, "loop", "busy_ms") if "busy_ms" in raw[0]["loop"] else added_ms
+    wake_ms = max(added_ms - loop_ms, 0.0)
     row_bytes = config.row_bytes
     bands = {key: _median(raw, "bandwidths", key) for key in raw[0]["bandwidths"]}
     gather = config.emulated_link_gbps or row_bytes / max(found[4], 1e-12) * 1e-6
@@ -169,12 +172,14 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         hbm_gbps=_round(2 * row_bytes / max(terms.key_ms, 1e-12) * 1e-6),
         link_gbps=_round(config.emulated_link_gbps or bands["link_gbps"]),
         refill_slowdown=_round(beside),
-        overhead_ms=_round(found[0] + loop_ms),
+        overhead_ms=_round(found[0]),
         recompute_tokens=terms.knots,
         recompute_layer_ms=tuple(_round(v) for v in recompute),
         append_tokens=terms.append_tokens,
         append_history_tokens=terms.knots,
         append_layer_ms=tuple(_round(v) for v in append),
+        wake_ms=_round(wake_ms),
+        loop_ms=_round(loop_ms),
         request_ms=_round(found[1]),
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(found[2]),
@@ -193,7 +198,6 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
             "p90_relative_residual": _round(float(np.percentile(np.abs(residual), 90))),
             "largest_relative_residual": _round(float(np.abs(residual).max())),
             "by_kind": _by_kind(plain, residual),
-            "loop_ms": _round(loop_ms),
             "bandwidths": {key: _round(value) for key, value in bands.items()},
             "refill_gbps": [depth["refill_gbps"] for depth in raw],
         },

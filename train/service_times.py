@@ -277,7 +277,12 @@ def bandwidths(node: LiveNode, repeats: int = 10) -> dict[str, float]:
 
 
 def loop_overhead_ms(node: LiveNode, seconds: float) -> dict[str, float]:
-    """What arrival to completion has beyond a batch's own time, for requests that met an idle server."""
+    """What the serving loop adds to a batch's own time.
+
+    Returns:
+        `median_ms` from arrival to completion, for requests that met an idle server; `busy_ms` of it
+        keeps the server busy.
+    """
     config = node.config
     scenario = Scenario(steady_hot_share=0.3, utilisation=LIGHT_LOAD * config.utilisation)
     backend = LiveBackend(live_workload(scenario, config, node.entries_in_pool, 1.0), node)
@@ -285,8 +290,10 @@ def loop_overhead_ms(node: LiveNode, seconds: float) -> dict[str, float]:
     backend.run(30, seconds / 2)
     stats = backend.run(30, seconds)
     more = np.sort(stats.latency_ms - stats.service_ms)
+    busy_ms = 1000.0 * stats.utilisation * seconds - float(stats.service_ms.sum())
     return {
         "median_ms": float(np.percentile(more, 40)) if more.size else 0.0,
+        "busy_ms": max(busy_ms / max(more.size, 1), 0.0),
         "requests": float(more.size),
         "utilisation": stats.utilisation,
     }

@@ -80,6 +80,8 @@ _BATCHING = np.dtype(
     [
         # constants
         ("token_budget", "i8"),
+        ("wake_ms", "f8"),
+        ("loop_ms", "f8"),
         ("request_ms", "f8"),
         ("graph_tokens", "i8"),
         ("eager_ms", "f8"),
@@ -235,7 +237,9 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         _complete(clock, opened, latency_ms, service_out, arrival_out, is_hot)
     first = arrived = 0
     while first < arrivals.size:
-        start_s = max(arrivals[first], clock.server_free_s)
+        start_s = clock.server_free_s
+        if arrivals[first] > start_s:
+            start_s = arrivals[first] + 1e-3 * batching.wake_ms
         if start_s >= run.end_s:
             break
         arrived = max(arrived, first)
@@ -342,7 +346,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         elif not some_not and jitter.size > 0:
             batch_ms *= jitter[_pick(batching.serial, jitter.size)]
 
-        done_s = start_s + 1e-3 * batch_ms
+        done_s = start_s + 1e-3 * (batching.loop_ms + batch_ms)
         for k in range(count):
             one = opened[k]
             one.service_ms = batch_ms * one.tokens / total
@@ -386,6 +390,8 @@ class BatchedBackend(SurrogateBackend):
         batching = np.zeros(1, _BATCHING)
         for name, value in {
             "token_budget": node.token_budget,
+            "wake_ms": hardware.wake_ms,
+            "loop_ms": hardware.loop_ms,
             "request_ms": hardware.request_ms,
             "graph_tokens": hardware.graph_tokens,
             "eager_ms": hardware.eager_ms,

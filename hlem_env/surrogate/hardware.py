@@ -124,9 +124,14 @@ class NodeProfile(HardwareProfile):
                 + rows (misses over the link, lookups in memory), less what prefetch brought
                 + ahead, where it plans a prefetch
 
-    `overhead_ms` is that of a batch of one request.
+    `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
+    an idle server begins `wake_ms` after an arrival.
     """
 
+    wake_ms: float = 0.0
+    """From an arrival to the batch's start, where the server was idle: nothing else is kept waiting."""
+    loop_ms: float = 0.0
+    """The serving loop's own time for a batch: no part of its service, but the next one waits."""
     request_ms: float = 0.0
     """Each further request of a batch."""
     graph_tokens: int = 0
@@ -156,7 +161,10 @@ class NodeProfile(HardwareProfile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("request_ms", "eager_ms", "mixed_slowdown", "ahead_ms", "prefetch_gbps"):
+        for name in (
+            "wake_ms", "loop_ms", "request_ms", "eager_ms", "mixed_slowdown", "ahead_ms",
+            "prefetch_gbps",
+        ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, f"profile.{name}", value, "0 or above")
         require(self.refill_gbps > 0, "profile.refill_gbps", self.refill_gbps, "above 0")
@@ -172,6 +180,8 @@ class NodeProfile(HardwareProfile):
             self,
             hbm_gbps=self.hbm_gbps / factor,
             overhead_ms=self.overhead_ms * factor,
+            wake_ms=self.wake_ms * factor,
+            loop_ms=self.loop_ms * factor,
             request_ms=self.request_ms * factor,
             eager_ms=self.eager_ms * factor,
             ahead_ms=self.ahead_ms * factor,

@@ -131,6 +131,26 @@ def test_what_a_batch_costs_more_is_paid(name: str) -> None:
     assert costs[1] > costs[0] + 0.1
 
 
+def test_who_finds_the_server_idle_waits_for_it_to_wake() -> None:
+    lengths = np.full(3, 4000, np.int32)
+    arrivals = np.array([0.1, 0.1001, 0.5])  # the second finds it busy
+    requests = Requests(arrivals, np.arange(3), lengths, lengths)
+    config = node(token_budget=1)
+    plain, woken = (served(requests, config, profile(wake_ms=wake)) for wake in (0.0, 2.0))
+    np.testing.assert_allclose(woken.latency_ms, plain.latency_ms + 2.0)
+    np.testing.assert_allclose(woken.service_ms, plain.service_ms)
+    assert woken.utilisation == pytest.approx(plain.utilisation)
+
+
+def test_the_loop_keeps_the_server_busy_before_each_batch() -> None:
+    lengths = np.full(3, 4000, np.int32)
+    requests = Requests(np.zeros(3), np.arange(3), lengths, lengths)
+    config = node(token_budget=1)
+    plain, looped = (served(requests, config, profile(loop_ms=loop)) for loop in (0.0, 2.0))
+    np.testing.assert_allclose(looped.latency_ms, plain.latency_ms + np.array([2.0, 4.0, 6.0]))
+    np.testing.assert_allclose(looped.service_ms, plain.service_ms)
+
+
 def test_prefetch_brings_rows_of_the_next_batch() -> None:
     strangers = [10**6 + i for i in range(6)]
     args = at_once(strangers, 4000), node(token_budget=1)

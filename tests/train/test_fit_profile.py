@@ -66,14 +66,15 @@ def measured(layers: int, noise: float = 0.0) -> dict[str, Any]:
         "refill_gbps": {"busy": 2.5, "idle": 9.0},
         "bandwidths": {"gather_gbps": 46.0, "hbm_gbps": 2000.0, "link_gbps": 54.0,
                        "lookup_ns_per_key": 1e6 * KEY},
-        "loop": {"median_ms": 0.1},
+        "loop": {"median_ms": 0.3, "busy_ms": 0.1},
         "probe_ms": 5.0,
     }  # fmt: skip
 
 
 def test_constants_come_back() -> None:
     found = fit([measured(3), measured(6)], CONFIG, "made-up")
-    assert found.overhead_ms == pytest.approx(OVERHEAD + 0.1, rel=1e-3)
+    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=1e-3)
+    assert (found.wake_ms, found.loop_ms) == (0.2, 0.1)
     assert found.request_ms == pytest.approx(REQUEST, rel=1e-3)
     assert found.eager_ms == pytest.approx(EAGER, rel=1e-3)
     assert found.ahead_ms == pytest.approx(AHEAD, rel=1e-3)
