@@ -66,6 +66,9 @@ class Args:
     depend on actions, so the best policy stays, with less variance"""
     kv_policy: Literal["scan_resistant", "lru"] = "scan_resistant"
     """eviction policy of the KV cache"""
+    hardware: str | None = None
+    """profile, or the path of one: h200-live, say, which train.calibrate fitted to a live node; by default
+    the workload's, h100"""
 
     total_timesteps: int = 204_800
     """environment steps (epochs of the node)"""
@@ -139,9 +142,13 @@ def print_fit(folder: Path) -> None:
 
 def evaluation_scenarios(args: Args) -> list[Scenario]:
     """Scenarios that choose the checkpoint: random ones like the training's, from other seeds."""
-    workload, base = workload_of(args), Scenario(kv_policy=args.kv_policy)
+    workload = workload_of(args)
+    node: dict[str, Any] = {"kv_policy": args.kv_policy}
+    if args.hardware is not None:
+        node["hardware"] = args.hardware
     if not isinstance(workload, TrainingDomain):
-        return [Scenario.parse(workload, kv_policy=args.kv_policy)] * args.eval_seeds
+        return [Scenario.parse(workload, **node)] * args.eval_seeds
+    base = Scenario(**node)
     return [
         workload.sample(base, np.random.default_rng(10_000 + i)) for i in range(args.eval_seeds)
     ]
@@ -212,7 +219,7 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
     folder = args.output
     try:
         progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
-        for name in ("features", "reward", "workload", "crowded_share", "from_log",
+        for name in ("features", "reward", "workload", "crowded_share", "from_log", "hardware",
                      "total_timesteps", "num_envs", "num_steps"):  # fmt: skip
             # A checkpoint from before an argument was there was trained with its default.
             then, now = progress["args"].get(name, plain(Args())[name]), plain(args)[name]
@@ -253,7 +260,8 @@ def train(args: Args) -> Path:
     envs = RecordEpisodeStatistics(
         gym.make_vec(
             hlem_env.ENV_ID, args.num_envs, workload=workload, features=args.features,
-            reward=args.reward, kv_policy=args.kv_policy, autoreset_mode="SameStep",
+            reward=args.reward, kv_policy=args.kv_policy, hardware=args.hardware,
+            autoreset_mode="SameStep",
         )
     )  # fmt: skip
     config: MdpConfig = envs.unwrapped.envs[0].config  # type: ignore[attr-defined]
@@ -445,6 +453,7 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
                 "workload": plain_workload,
                 "features": args.features,
                 "reward": args.reward,
+                "hardware": args.hardware,
             },
             "domain": workload.to_json() if isinstance(workload, TrainingDomain) else None,
             "training": progress,

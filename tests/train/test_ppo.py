@@ -70,6 +70,16 @@ def test_held_out_settings_are_never_evaluated_on(tmp_path: Path, crowded_share:
     assert all(s.mean_history_tokens < 14_000 and s.gather_scale >= 0.8 for s in scenarios)
 
 
+def test_a_policy_is_trained_and_evaluated_on_the_hardware_named(tmp_path: Path) -> None:
+    args = arguments(tmp_path, hardware="h200-live", eval_seeds=2)
+    assert {scenario.hardware for scenario in evaluation_scenarios(args)} == {"h200-live"}
+    train(args)
+    spec = json.loads((tmp_path / "policy.json").read_text())["env_spec"]
+    assert spec["kwargs"]["hardware"] == "h200-live"
+    with pytest.raises(ArgumentError, match="hardware"):
+        train(arguments(tmp_path / "other", hardware="h300"))
+
+
 def draws(domain: TrainingDomain) -> list[Scenario]:
     return [domain.sample(Scenario(), np.random.default_rng(seed)) for seed in range(400)]
 
