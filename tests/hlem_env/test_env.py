@@ -136,7 +136,7 @@ COURSES: dict[str, tuple[dict[str, Any], int]] = {
             "episode_epochs": 45,
             "features": "working_set",
         },
-        1000,
+        500,
     ),
     "training": (
         {
@@ -145,7 +145,7 @@ COURSES: dict[str, tuple[dict[str, Any], int]] = {
             "epoch_seconds": 0.1,
             "reward": "busy_time",
         },
-        1000,
+        500,
     ),
     "defaults": ({}, 20),
     "burst, overloaded": ({"workload": SMALL | {"regime": "burst", "utilisation": 1.4}}, 30),
