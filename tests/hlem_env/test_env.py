@@ -129,7 +129,7 @@ def test_ppo_of_stable_baselines3_trains() -> None:
 
 
 COURSES: dict[str, tuple[dict[str, Any], int]] = {
-    "steady": ({"workload": SMALL, "episode_epochs": 60}, 1000),
+    "steady": ({"workload": SMALL, "episode_epochs": 60}, 500),
     "books trend": (
         {
             "workload": SMALL | {"preset": "books", "regime": "trend"},
