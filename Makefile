@@ -73,7 +73,7 @@ clean:
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WANTED := -c constraints.txt -e '.[baselines,cpu,dev,serve]'
 # What pip's files say of a setting, as uv reads none of them.
-pip_setting = $$($(PIP) config list | sed -n "s/^[^.]*\.$(1)='\(.*\)'$$/\1/p" | tail -n 1)
+pip_setting = $$($(PIP) config list | sed -n "s/^[^.]*\.$(1)='\(.*\)'$$/\1/p" | tail -n 1 | sed 's/\\n/ /g')
 
 # uv installs several times as fast as pip, from where pip would; where it cannot, pip does.
 $(STAMP): pyproject.toml constraints.txt $(if $(USABLE),,FORCE)
