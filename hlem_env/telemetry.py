@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 _FEW = 32
-"""So many largest values are kept in order while the others pass; more are found by partition."""
+"""So many largest values are kept in order while the others pass; more are found by selection."""
 
 
 @numba.njit(cache=True, nogil=True)
@@ -29,11 +29,7 @@ def percentile(values: Floats, share: float) -> float:
     rank = share * (values.size - 1)
     low = int(rank)
     count = values.size - low
-    if count <= _FEW:
-        top = _largest(values, count)
-    else:
-        top = np.partition(values, low)[low:]
-        top[1] = top[1:].min()
+    top = _largest(values, count) if count <= _FEW else _from_rank(values, low)
     if count == 1:
         return float(top[0])
     return float(top[0] + (rank - low) * (top[1] - top[0]))
@@ -50,6 +46,39 @@ def _largest(values: Floats, count: int) -> Floats:
                 top[i - 1] = top[i]
                 i += 1
             top[i - 1] = value
+    return top
+
+
+@numba.njit(cache=True, nogil=True)
+def _from_rank(values: Floats, rank: int) -> Floats:
+    """The values from an ascending rank on, the first two in order, by Hoare's FIND.
+
+    `np.partition` does the same, and numba takes three times as long to compile it as all else here.
+    """
+    found = values.copy()
+    first, last = 0, found.size - 1
+    while first < last:
+        pivot = found[(first + last) // 2]
+        i, j = first, last
+        while i <= j:
+            while found[i] < pivot:
+                i += 1
+            while found[j] > pivot:
+                j -= 1
+            if i <= j:
+                found[i], found[j] = found[j], found[i]
+                i += 1
+                j -= 1
+        if rank <= j:
+            last = j
+        elif rank >= i:
+            first = i
+        else:
+            break
+    top = found[rank:]
+    for i in range(2, top.size):
+        if top[i] < top[1]:
+            top[i], top[1] = top[1], top[i]
     return top
 
 

@@ -74,9 +74,16 @@ def cell_of(key: int, cells: int, hashed: bool) -> int:
 
 
 @_compiled
+def _copy(row: Any, to: Any) -> None:
+    """Like `to[:] = row`, which numba compiles several times as long."""
+    for j in range(row.size):
+        to[j] = row[j]
+
+
+@_compiled
 def _note_sample(row: Any, label: float, features: Any, labels: Any, count: Any) -> None:
     place = count[0] % labels.size
-    features[place] = row
+    _copy(row, features[place])
     labels[place] = np.log1p(label)
     count[0] += 1
 
@@ -160,7 +167,7 @@ def access(
         entry = waiting[line[1] % waiting.size]
         entry.time, entry.cell = now, cell
         line[1] += 1
-        out[i] = row
+        _copy(row, out[i])
 
 
 @_compiled
@@ -177,7 +184,7 @@ def aged(
     """Features [n, features] of keys at a time after their last access; nothing is changed."""
     for i in range(keys.size):
         cell = cell_of(keys[i], records.size, hashed)
-        out[i] = known[cell]
+        _copy(known[cell], out[i])
         if out.shape[1] == GAPS + COUNTERS + 2:
             decay(out[i], max(now - records[cell].last, 0.0), window)
         else:

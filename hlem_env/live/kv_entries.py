@@ -256,5 +256,6 @@ def _page_table(records: Any, table: Any, slots: Any) -> NDArray[np.int32]:
     pages = np.full((slots.size, table.shape[1]), -1, np.int32)
     for i in range(slots.size):
         one = records[slots[i]]
-        pages[i, : one.pages] = table[one.row, : one.pages]
+        for column in range(one.pages):  # numba compiles an assigned slice ten times as long
+            pages[i, column] = table[one.row, column]
     return pages

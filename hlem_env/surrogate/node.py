@@ -123,7 +123,6 @@ _RUN = np.dtype(
         ("persistent_users", "i8"),
         ("one_off_mask", "i8"),  # their slots, a power of two, less one
         ("policy", "i8"),
-        ("ranked", "i8"),  # 1: by a learned policy, and `policy` means nothing
         ("half_life_s", "f8"),
         ("hot_window_s", "f8"),
         ("block_tokens", "i8"),
@@ -331,7 +330,10 @@ def _serve(  # type: ignore[no-untyped-def]
     users, heap, lists, clocks, curve, compute, runs, begin_s, end_s, kv_capacity, rows_capacity,
     arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot, kv, gaps,
 ):  # fmt: skip
-    """Serve requests until the first that would start at or after the end; returns how many."""
+    """Serve requests until the first that would start at or after the end; returns how many.
+
+    Without a learned policy `kv` is None, and numba compiles nothing of one.
+    """
     users, heap, lists = borrowed(users), borrowed(heap), borrowed(lists)
     curve, compute = borrowed(curve), borrowed(compute)
     latency_ms, service_out = borrowed(latency_ms), borrowed(service_out)
@@ -339,7 +341,7 @@ def _serve(  # type: ignore[no-untyped-def]
     clock, run = clocks[0], runs[0]
     run.begin_s, run.end_s = begin_s, end_s
     run.kv_capacity, run.rows_capacity = kv_capacity, rows_capacity
-    gone = ranked_kv.shrink(users, clock, kv, kv_capacity) if run.ranked else 0
+    gone = 0 if kv is None else ranked_kv.shrink(users, clock, kv, kv_capacity)
     full = _begin(users, heap, clock, curve, run)
     clock.evictions += gone
     if clock.open and clock.server_free_s <= run.end_s:
@@ -373,13 +375,13 @@ def _serve(  # type: ignore[no-untyped-def]
             hot = _note_visit(user, lists, clock, slot, arrivals[i], run.hot_window_s)
         # By arrival, not start: the order is the same, and the processor need not wait for the queue.
         user.score = recency.touch(run.policy, user.score, arrivals[i], weight)
-        if run.ranked:
+        if kv is None:
+            reused = _kv_lookup(users, heap, lists, clock, run, slot, length, new)
+        else:
             reused = ranked_kv.lookup(
                 users, clock, kv, slot, one_off, _kv_pages(length, run), length, new,
                 run.kv_capacity, arrivals[i], gaps[i],
             )  # fmt: skip
-        else:
-            reused = _kv_lookup(users, heap, lists, clock, run, slot, length, new)
         tokens = length - reused + run.candidates
 
         # Rows. Fresh draws follow the popularity; a history read within reach is resident.
@@ -472,7 +474,7 @@ class NodeState(NamedTuple):
     clock: NDArray[np.void]
     now_s: float
     waiting: Requests
-    kv: ranked_kv.RankedKv
+    kv: ranked_kv.RankedKv | None
     forecast: Forecast | None
     waiting_gaps: Floats
     more: Any = None
@@ -582,7 +584,7 @@ class SurrogateBackend:
         heap = self._heap[: int(clock["heap_size"][0])].copy()
         lists = self._lists[: int(clock["hot_listed"][0])].copy()
         assert self._waiting is not None
-        kv = self._kv.copy()
+        kv = None if self._kv is None else self._kv.copy()
         forecast = None if self._forecast is None else self._forecast.copy()
         return NodeState(
             users, heap, lists, clock, self._now_s, self._waiting, kv, forecast, self._waiting_gaps
@@ -595,7 +597,7 @@ class SurrogateBackend:
         self._lists[: state.lists.size] = state.lists
         self._clock[:] = state.clock
         self._now_s, self._waiting = state.now_s, state.waiting
-        for mine, theirs in zip(self._kv, state.kv, strict=True):
+        for mine, theirs in zip(self._kv or (), state.kv or (), strict=True):
             mine[:] = theirs
         self._forecast = None if state.forecast is None else state.forecast.copy()
         self._waiting_gaps = state.waiting_gaps
@@ -669,7 +671,6 @@ class SurrogateBackend:
             "persistent_users": self.workload.persistent_users,
             "one_off_mask": self._one_off_slots - 1,
             "policy": recency.POLICIES.get(node.kv_policy, recency.LRU),
-            "ranked": node.kv_policy in laru.RULES,
             "half_life_s": mdp.KV_HALF_LIFE_EPOCHS * node.epoch_seconds,
             "hot_window_s": mdp.HOT_WINDOW_EPOCHS * node.epoch_seconds,
             "block_tokens": node.block_tokens,

@@ -16,7 +16,7 @@ from hlem_env.eviction import laru, recency_tape
 
 
 class RankedKv(NamedTuple):
-    """What a learned policy knows; without one, arrays of next to nothing."""
+    """What a learned policy knows."""
 
     items: NDArray[np.void]
     tape: NDArray[np.void]
@@ -25,10 +25,10 @@ class RankedKv(NamedTuple):
     state: NDArray[np.void]
 
     @classmethod
-    def of(cls, policy: str, slots: int) -> RankedKv:
-        """For a node with so many slots of users."""
+    def of(cls, policy: str, slots: int) -> RankedKv | None:
+        """For a node with so many slots of users; None where the policy is not a learned one."""
         if policy not in laru.RULES:
-            return cls(laru.new_items(1), *recency_tape.new_tape(1), laru.new_state(laru.FPB, 1))
+            return None
         state = laru.new_state(laru.RULES[policy], 2**31)
         return cls(laru.new_items(slots), *recency_tape.new_tape(2 * slots), state)
 

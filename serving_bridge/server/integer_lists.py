@@ -142,7 +142,8 @@ def take_out(
         elif byte == 91 and lists < ends.size:
             end, count = _integers(text, at + 1, values, filled)
             if count >= SHORTEST:
-                rest[length : length + sign.size] = sign
+                for k in range(sign.size):  # numba compiles an assigned slice ten times as long
+                    rest[length + k] = sign[k]
                 length += sign.size
                 rest[length - 2] = 48 + lists
                 filled += count

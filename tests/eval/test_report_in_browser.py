@@ -48,9 +48,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
-@pytest.fixture(params=SIZES)
-def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A browser of its own for every test, as wide as the parameter says."""
+@pytest.fixture(scope="module", params=SIZES)
+def chromium(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """As wide as the parameter says."""
     width, height = SIZES[request.param]
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
@@ -68,6 +68,15 @@ def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield driver
     finally:
         driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Any:
+    """The browser on a blank page, its console empty, with scripts."""
+    chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    chromium.get("about:blank")
+    chromium.get_log("browser")
+    return chromium
 
 
 def ranking(driver: Any) -> Any:

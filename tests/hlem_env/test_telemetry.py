@@ -19,7 +19,7 @@ from tests.surrogate.cases import Replay
 finite = st.floats(0, 1e9)
 
 
-@given(st.lists(finite, min_size=1, max_size=60), st.floats(0, 1))
+@given(st.lists(finite, min_size=1, max_size=100), st.floats(0, 1))
 def test_percentile_is_numpys(values: list[float], share: float) -> None:
     given = np.array(values)
     kept = given.copy()

@@ -1,9 +1,12 @@
 """The environment on a live node: HSTU on a CPU, end to end."""
 
 import copy
+import json
 import pickle
 import threading
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -12,6 +15,7 @@ from gymnasium.utils.env_checker import check_env
 
 import hlem_env
 from hlem_env.errors import ArgumentError
+from hlem_env.live.config import LiveConfig
 from serving_bridge.policy import FrozenPolicy
 
 
@@ -19,9 +23,11 @@ def live(**arguments: object) -> gym.Env:
     return gym.make(hlem_env.LIVE_ENV_ID, epoch_seconds=0.1, **arguments)
 
 
-def test_the_checkers_accept_the_live_environment() -> None:
+def test_the_checkers_accept_the_live_environment(tmp_path: Path) -> None:
     sb3 = pytest.importorskip("stable_baselines3.common.env_checker")
-    env = live(episode_epochs=20)
+    config = replace(LiveConfig.load("cpu-small"), warmup_epochs=1)  # they reset a dozen times
+    (tmp_path / "preset.json").write_text(json.dumps(config.to_json()))
+    env = live(episode_epochs=20, hardware=str(tmp_path / "preset.json"))
     assert env.spec is not None and env.spec.nondeterministic
     with warnings.catch_warnings():
         warnings.simplefilter("error")

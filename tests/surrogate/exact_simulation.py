@@ -1,8 +1,8 @@
 """The node that the surrogate models, simulated exactly: every row, every entry, every request.
 
-Plain Python, slow and meant to be read. It holds each user's history item by item, an LRU list of
-embedding rows and a dictionary of KV entries, and draws nothing from a formula. What the surrogate
-approximates is compared against this.
+Slow and meant to be read. It holds each user's history item by item, an LRU list of embedding rows
+and a dictionary of KV entries, and draws nothing from a formula. What the surrogate approximates is
+compared against this.
 
 An item reads one row in each of the T tables, the row of the item's own number. So the tables are
 mirror images of one another: one table is simulated, with a T-th of the rows that the embedding
@@ -12,7 +12,7 @@ cache can hold, and rows are counted T times.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -64,35 +64,44 @@ class ExactConfig:
 
 
 class EmbeddingCache:
-    """Resident rows of one table under LRU."""
+    """Resident rows of one table under LRU.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    table_rows: rows of the table.
+    """
+
+    def __init__(self, table_rows: int) -> None:
         self.capacity = 0
-        self.rows: OrderedDict[int, None] = OrderedDict()
+        self.rows: NDArray[np.int64] = np.empty(0, np.int64)
         """From least to most recently used."""
+        self._resident = np.zeros(table_rows, np.bool_)
 
     def resize(self, capacity: int) -> None:
         """Hold at most `capacity` rows from now on."""
         self.capacity = capacity
         self._evict()
 
-    def read(self, batch: list[int]) -> tuple[int, int]:
+    def read(self, batch: NDArray[np.int64]) -> tuple[int, int]:
         """Look up all rows of one request, then make them the most recently used.
 
         Returns
         -------
         (lookups that found their row, repeats counted; distinct rows that were not there).
         """
-        missed = [row for row in batch if row not in self.rows]
-        for row in batch:
-            self.rows[row] = None
-            self.rows.move_to_end(row)
+        missed = batch[~self._resident[batch]]
+        distinct, from_behind = np.unique(batch[::-1], return_index=True)
+        self._resident[distinct] = False
+        others = self.rows[self._resident[self.rows]]
+        self.rows = np.concatenate((others, distinct[np.argsort(-from_behind)]))
+        self._resident[distinct] = True
         self._evict()
-        return len(batch) - len(missed), len(set(missed))
+        return batch.size - missed.size, np.unique(missed).size
 
     def _evict(self) -> None:
-        while len(self.rows) > self.capacity:
-            self.rows.popitem(last=False)
+        too_many = max(self.rows.size - self.capacity, 0)
+        self._resident[self.rows[:too_many]] = False
+        self.rows = self.rows[too_many:]
 
 
 class KvCache:
@@ -244,7 +253,7 @@ class ExactNode:
         self.catalogue = catalogue
         self.compute_ms = compute_ms
         self.now_s = start_s
-        self.embedding = EmbeddingCache()
+        self.embedding = EmbeddingCache(catalogue.rows_per_table)
         self.kv = KvCache(config)
         self.histories = Histories(catalogue, rng)
         self._waiting: deque[tuple[float, int, int, int]] = deque()
@@ -338,7 +347,7 @@ class ExactNode:
         reused = self.kv.access(user, length, new_items, arrival_s)
         history = self.histories.visit(user, length, new_items)
         candidates = self.histories.draw(self.catalogue.candidates)
-        batch = np.concatenate((history[reused:], candidates)).tolist()
+        batch = np.concatenate((history[reused:], candidates))
         hit, fetched = self.embedding.read(batch)
 
         row_bytes = self.catalogue.tables * self.catalogue.row_bytes

@@ -54,17 +54,21 @@ ONE_ROW = Catalogue(tables=2, rows_per_table=1, row_bytes=1000, candidates=3)
 
 
 def test_embedding_cache_is_lru_over_batches() -> None:
-    cache = EmbeddingCache()
+    cache = EmbeddingCache(9)
+
+    def read(*rows: int) -> tuple[int, int]:
+        return cache.read(np.array(rows))
+
     cache.resize(3)
-    assert cache.read([1, 2, 2]) == (0, 2)  # empty: three lookups miss, two rows are fetched
-    assert cache.read([2, 3, 3]) == (1, 1)  # 3 is not there at the start, neither time
-    assert list(cache.rows) == [1, 2, 3]
-    assert cache.read([4, 1, 1]) == (2, 1)  # 2 is the least recently used of 2 3 4 1
-    assert list(cache.rows) == [3, 4, 1]
-    assert cache.read([5, 6, 7, 8]) == (0, 4)  # more rows than fit: the last three stay
-    assert list(cache.rows) == [6, 7, 8]
+    assert read(1, 2, 2) == (0, 2)  # empty: three lookups miss, two rows are fetched
+    assert read(2, 3, 3) == (1, 1)  # 3 is not there at the start, neither time
+    assert cache.rows.tolist() == [1, 2, 3]
+    assert read(4, 1, 1) == (2, 1)  # 2 is the least recently used of 2 3 4 1
+    assert cache.rows.tolist() == [3, 4, 1]
+    assert read(5, 6, 7, 8) == (0, 4)  # more rows than fit: the last three stay
+    assert cache.rows.tolist() == [6, 7, 8]
     cache.resize(1)
-    assert list(cache.rows) == [8]
+    assert cache.rows.tolist() == [8]
 
 
 def test_kv_pages_round_up_blocks_then_pages() -> None:
