@@ -129,14 +129,14 @@ def test_ppo_of_stable_baselines3_trains() -> None:
 
 
 COURSES: dict[str, tuple[dict[str, Any], int]] = {
-    "steady": ({"workload": SMALL, "episode_epochs": 60}, 500),
+    "steady": ({"workload": SMALL, "episode_epochs": 60}, 1000),
     "books trend": (
         {
             "workload": SMALL | {"preset": "books", "regime": "trend"},
             "episode_epochs": 45,
             "features": "working_set",
         },
-        500,
+        1000,
     ),
     "training": (
         {
@@ -145,7 +145,7 @@ COURSES: dict[str, tuple[dict[str, Any], int]] = {
             "epoch_seconds": 0.1,
             "reward": "busy_time",
         },
-        500,
+        1000,
     ),
     "defaults": ({}, 20),
     "burst, overloaded": ({"workload": SMALL | {"regime": "burst", "utilisation": 1.4}}, 30),
