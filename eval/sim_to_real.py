@@ -286,6 +286,14 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
     return found
 
 
+def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:
+    """Where the live node ran; this may be another machine."""
+    if setting.config.device == "cuda":
+        return profile.hardware
+    cpus = {part.read(run.name)["machine"]["cpu"] for run in setting.runs if part.has(run.name)}
+    return ", ".join(sorted(cpus)) + ", emulated link"
+
+
 def undisturbed_epochs(record: Mapping[str, Any]) -> NDArray[np.bool_]:
     """Epochs [n] in which the host was not slow; all where that is not known, or does not count."""
     epochs = len(record["live"]["epoch_p99_ms"])
@@ -340,6 +348,7 @@ def main(args: Args) -> int:
         draw(compared, args.plot)
     if args.json is not None:
         payload = {
+            "device": measured_on(setting, part, profile),
             "preset": setting.config.to_json(),
             "clock": setting.clock,
             "profile": profile.to_json(),

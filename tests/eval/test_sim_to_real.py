@@ -49,6 +49,7 @@ def test_hit_rates_of_the_two_agree(files: dict[str, Any], tmp_path: Path) -> No
     )  # fmt: skip
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
+    assert found["device"].endswith(", emulated link")
     kv = [row["live"]["kv_hit"] for row in found["rows"]]
     emb = [row["live"]["emb_hit"] for row in found["rows"]]
     assert max(kv) - min(kv) > 0.02  # alpha matters to both, or agreement would mean nothing
