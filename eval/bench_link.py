@@ -3,8 +3,8 @@
 
     python -m eval.bench_link --json docs/results/bench_link.json
 
-Before the link is full, the translation of host addresses is what limits a read: so the time goes with
-the stretches of memory that a batch touches, more than with its bytes.
+Before the link is full, the time of a read goes with the stretches of memory that it touches more than with
+its bytes, as if the translation of host addresses were the limit.
 """
 
 from __future__ import annotations

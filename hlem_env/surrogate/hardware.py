@@ -125,7 +125,7 @@ class NodeProfile(HardwareProfile):
                 + ahead, where it plans a prefetch
 
     `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
-    an idle server begins `wake_ms` after an arrival.
+    an idle server begins `wake_ms` after an arrival; the plain surrogate leaves these two out.
     """
 
     wake_ms: float = 0.0
