@@ -4,12 +4,16 @@
 One list of samples for each model depth. Kinds differ in what the fit has to tell apart: nothing cached
 and rows missing (cold), nothing cached and rows resident (again), all but a few tokens cached (hot),
 a longer piece that is new (delta), several requests (hot, cold), some of each (mixed), a next batch that
-waits (ahead), rows moved meanwhile (refill). A batch starts when the one before has completed; what the
-device still does beside, as sorting the next victims, goes on as it does in service.
+waits (ahead), rows moved meanwhile (refill). A batch starts when the one before has completed.
+
+Then come batches as a served load makes them (stream): where batches with nothing cached follow one another
+without a pause, the device is kept from what it does beside, as sorting the next victims, and the same
+batch takes up to twice as long as in service.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 
 from hlem_env.live.config import LiveConfig
-from hlem_env.live.node import LiveNode
+from hlem_env.live.node import Executed, LiveNode
 from hlem_env.live.serving import TRANSFER_STEP_S, LiveBackend
 from hlem_env.live_scenario import live_workload
 from hlem_env.scenario import Scenario
-from hlem_env.workload.requests import Requests
+from hlem_env.workload.requests import Requests, Workload
 
 USERS = 1 << 16
 """Who may come back."""
@@ -35,6 +39,10 @@ DELTAS = (0.03, 0.1, 0.3)
 MIXED = (1, 4)
 """Cached requests beside one of which nothing is."""
 MOST_WARMING = 400
+STREAM_ALPHAS_CENTI = (10, 35, 80)
+STREAM_LOAD = 0.85
+"""Of the preset's rate, in proportion to the machine's speed."""
+STREAM_SEED = 1001
 LIGHT_LOAD = 0.15
 """Of the preset's rate, for the time that the serving loop adds to a batch."""
 
@@ -56,6 +64,8 @@ class Sample:
     refilling: bool
     prefetch_bytes: int
     ms: float
+    idle_ms: float = 0.0
+    """In a stream: how long the server had waited for the batch."""
 
 
 class Bench:
@@ -117,21 +127,27 @@ class Bench:
             np.array(lengths, np.int32), np.array(new, np.int32),
         )  # fmt: skip
 
-    def execute(self, requests: Requests, waiting: Requests | None = None) -> Any:
+    def execute(self, requests: Requests, waiting: Requests | None = None) -> Executed:
         """Run a batch, a millisecond of the workload's clock after the last."""
         self._now_s += 1e-3
         following = requests[:0] if waiting is None else waiting
         return self.node.execute(requests, following, self._now_s)
 
-    def time(self, kind: str, requests: Requests, waiting: Requests | None = None) -> Sample:
+    def time(self, kind: str, requests: Requests, waiting: Requests | None = None) -> None:
         """Run a batch to its completion, and note what it took."""
+        with_next = waiting is not None
+        self.note(kind, requests, with_next, lambda: self.execute(requests, waiting))
+
+    def note(
+        self, kind: str, requests: Requests, ahead: bool, execute: Callable[[], Executed],
+        idle_ms: float = 0.0,
+    ) -> Executed:  # fmt: skip
+        """Note what a batch takes that `execute` runs."""
         node = self.node
         before = node.embedding.counters()
         node.take_ahead_bytes()
         refilling = node.refill.refilling
-        start_s = node.time_source.now()
-        done = self.execute(requests, waiting)
-        ms = 1e3 * (node.time_source.now() - start_s)
+        done = execute()
         count = node.embedding.counters() - before
         sample = Sample(
             kind=kind,
@@ -140,13 +156,42 @@ class Bench:
             cached=done.reused.tolist(),
             missed_rows=count.unique_misses,
             hit_rows=count.hit,
-            ahead=waiting is not None,
+            ahead=ahead,
             refilling=refilling,
             prefetch_bytes=node.take_ahead_bytes().prefetch,
-            ms=ms,
+            ms=1e3 * done.device_s,
+            idle_ms=idle_ms,
         )
         self.samples.append(sample)
-        return sample
+        return done
+
+
+class Stream(LiveBackend):
+    """A live backend that notes every batch.
+
+    Args:
+        workload: where requests come from.
+        bench: of the node; its samples grow.
+    """
+
+    def __init__(self, workload: Workload, bench: Bench) -> None:
+        super().__init__(workload, bench.node)
+        self._bench = bench
+        self._done_s = bench.node.time_source.now()
+        self.noting = False
+
+    def execute(self, batch: Requests, waiting: Requests, now_s: float) -> Executed:
+        """One batch; what noting it takes is no part of its time."""
+        node = self.node
+        if not self.noting:
+            return super().execute(batch, waiting, now_s)
+        idle_ms = 1e3 * (node.time_source.now() - self._done_s)
+        ahead = node.upcoming(waiting) is not None
+        done = self._bench.note(
+            "stream", batch, ahead, lambda: node.execute(batch, waiting, now_s), idle_ms
+        )
+        self._done_s = node.time_source.now()
+        return done
 
 
 def lengths_of(config: LiveConfig) -> list[int]:
@@ -222,6 +267,26 @@ def run_refill(bench: Bench, seconds: float) -> dict[str, float]:
         refill.bucket = refill.slo_ms = None
     refill.bucket, refill.slo_ms = bucket, node.config.slo_ms
     return rates
+
+
+def run_streams(bench: Bench, seconds: float) -> None:
+    """Batches as a load with a trend makes them, at several alphas, after as long without a note."""
+    node = bench.node
+    config = replace(bench.config, epoch_seconds=1.0)
+    kv_policy, node.kv_policy = node.kv_policy, "scan_resistant"
+    speed = config.probe_ms / node.probe_ms()
+    scenario = Scenario(
+        regime="trend", utilisation=STREAM_LOAD * config.utilisation,
+        episode_epochs=round(2 * seconds) + 1,
+    )  # fmt: skip
+    for alpha_centi in STREAM_ALPHAS_CENTI:
+        stream = Stream(live_workload(scenario, config, node.entries_in_pool, speed), bench)
+        stream.reset(STREAM_SEED)
+        bench.alpha_centi = alpha_centi
+        for stream.noting in (False, True):
+            stream.run(alpha_centi, seconds)
+    node.kv_policy = kv_policy
+    node.reset(USERS)
 
 
 def bandwidths(node: LiveNode, repeats: int = 10) -> dict[str, float]:
@@ -305,12 +370,13 @@ def measure(node: LiveNode, repeats: int, seconds: float) -> dict[str, Any]:
     Args:
         node: of the wanted depth, under plain LRU.
         repeats: of each kind at each length and alpha.
-        seconds: for each of refill and the serving loop.
+        seconds: for each of refill and the serving loop; twice as many for each stream.
     """
     bench = Bench(node)
     run_kinds(bench, repeats)
     node.reset(USERS)
     rates = run_refill(bench, seconds)
+    run_streams(bench, 2 * seconds)
     return {
         "preset": node.config.to_json(),
         "samples": [asdict(sample) for sample in bench.samples],

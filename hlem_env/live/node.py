@@ -365,15 +365,20 @@ class LiveNode:
         On a CPU nothing computes meanwhile, so that waiting requests would only wait longer.
         """
         self.refill.forget_prefetch()
-        if self.device.type == "cpu" or len(waiting) == 0:
-            return
-        some = waiting[: self.first_batch(waiting)]
-        lengths = some.history_length.astype(np.int64)
-        window, cached = self._reusable(some)
-        if int((lengths - cached).sum()) < PREFETCH_TOKENS:
+        upcoming = self.upcoming(waiting)
+        if upcoming is None:
             return
         with self.refill.aside(after):
-            self.refill.prefetch(self._items.keys(some, window, cached, ahead))
+            self.refill.prefetch(self._items.keys(*upcoming, ahead))
+
+    def upcoming(self, waiting: Requests) -> tuple[Requests, Window, Ints] | None:
+        """The next batch, its windows and cached tokens [n]; None where no rows are worth fetching ahead."""
+        if self.device.type == "cpu" or len(waiting) == 0:
+            return None
+        some = waiting[: self.first_batch(waiting)]
+        window, cached = self._reusable(some)
+        new = int((some.history_length.astype(np.int64) - cached).sum())
+        return None if new < PREFETCH_TOKENS else (some, window, cached)
 
     def _reusable(self, requests: Requests) -> tuple[Window, Ints]:
         """Windows of requests that wait, and the tokens [n] whose K and V would be reused now.

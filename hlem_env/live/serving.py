@@ -13,7 +13,7 @@ from hlem_env import mdp
 from hlem_env.errors import BackendError, require
 from hlem_env.live.hot_users import HotUsers
 from hlem_env.live.measured import Measured
-from hlem_env.live.node import LiveNode
+from hlem_env.live.node import Executed, LiveNode
 from hlem_env.live.time_source import WallTime
 from hlem_env.telemetry import EpochStats
 from hlem_env.workload.requests import Requests, Workload
@@ -108,6 +108,10 @@ class LiveBackend:
         self.node.last_p99_ms = stats.p99_ms
         return stats
 
+    def execute(self, batch: Requests, waiting: Requests, now_s: float) -> Executed:
+        """One batch on the node, while others wait."""
+        return self.node.execute(batch, waiting, now_s)
+
     def close(self) -> None:
         """Give the node's memory back. May be called twice."""
         self._closed = True
@@ -124,7 +128,7 @@ class LiveBackend:
                 continue
             count = self.node.first_batch(self._waiting[:arrived])
             batch, rest = self._waiting[:count], self._waiting[count:]
-            executed = self.node.execute(batch, rest[: arrived - count], now_s)
+            executed = self.execute(batch, rest[: arrived - count], now_s)
             self._waiting = rest  # only now: what an interrupt stops is still waiting
             done_s = clock.now()
             self._measured.ran(now_s, done_s)
