@@ -36,7 +36,7 @@ from hlem_env.machine import command, git_revision, machine, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.telemetry import EpochStats
 from train.fit_profile import fit
-from train.service_times import at_depth, measure
+from train.service_times import measure
 
 SLO_OVER_P99 = 1.2
 
@@ -175,7 +175,8 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
             break
         layers = missing.pop(0)
         began_s = time.perf_counter()
-        node = LiveNode(at_depth(config, layers), "lru", tables, time_source(config))
+        at = replace(config, layers=layers, epoch_seconds=min(config.epoch_seconds, 1.0))
+        node = LiveNode(at, "lru", tables, time_source(config))
         try:
             tables = node.tables
             measured = measure(node, args.repeats, args.rate_seconds)

@@ -14,7 +14,7 @@ batch takes up to twice as long as in service.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ MOST_WARMING = 400
 STREAM_ALPHAS_CENTI = (10, 35, 80)
 STREAM_LOAD = 0.85
 """Of the preset's rate, in proportion to the machine's speed."""
+STREAM_HOT_SHARE = 0.4
 STREAM_SEED = 1001
 LIGHT_LOAD = 0.15
 """Of the preset's rate, for the time that the serving loop adds to a batch."""
@@ -270,21 +271,20 @@ def run_refill(bench: Bench, seconds: float) -> dict[str, float]:
 
 
 def run_streams(bench: Bench, seconds: float) -> None:
-    """Batches as a load with a trend makes them, at several alphas, after as long without a note."""
-    node = bench.node
-    config = replace(bench.config, epoch_seconds=1.0)
+    """Batches as a steady load makes them, at several alphas, after as long without a note."""
+    node, config = bench.node, bench.config
     kv_policy, node.kv_policy = node.kv_policy, "scan_resistant"
     speed = config.probe_ms / node.probe_ms()
     scenario = Scenario(
-        regime="trend", utilisation=STREAM_LOAD * config.utilisation,
-        episode_epochs=round(2 * seconds) + 1,
-    )  # fmt: skip
+        steady_hot_share=STREAM_HOT_SHARE, utilisation=STREAM_LOAD * config.utilisation
+    )
     for alpha_centi in STREAM_ALPHAS_CENTI:
         stream = Stream(live_workload(scenario, config, node.entries_in_pool, speed), bench)
         stream.reset(STREAM_SEED)
         bench.alpha_centi = alpha_centi
         for stream.noting in (False, True):
-            stream.run(alpha_centi, seconds)
+            for _ in range(round(seconds / config.epoch_seconds)):
+                stream.run(alpha_centi, config.epoch_seconds)
     node.kv_policy = kv_policy
     node.reset(USERS)
 
@@ -385,11 +385,6 @@ def measure(node: LiveNode, repeats: int, seconds: float) -> dict[str, Any]:
         "loop": loop_overhead_ms(node, seconds),
         "probe_ms": node.probe_ms(),
     }
-
-
-def at_depth(config: LiveConfig, layers: int) -> LiveConfig:
-    """The preset with another number of layers."""
-    return replace(config, layers=layers)
 
 
 def _synchronise(device: torch.device) -> None:
