@@ -27,7 +27,6 @@ from eval.end_to_end_plan import (
     static,
 )
 from eval.end_to_end_report import print_tables, report
-from eval.machine_state import MachineState
 from eval.pieces import Piece, Slice, time_left
 from eval.records import SATURATION
 from eval.sim_to_real import CLOCKS, START_S
@@ -35,6 +34,7 @@ from hlem_env.backend import Runner, run_controller
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
+from hlem_env.live.machine_state import MachineState
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
 from hlem_env.live_scenario import live_workload

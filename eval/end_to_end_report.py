@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.end_to_end_plan import GRID_CENTI, KV_ONLY, LRU, SCAN_RESISTANT, static
-from eval.machine_state import undisturbed
 from hlem_env.errors import require
+from hlem_env.live.machine_state import undisturbed
 
 DESIGN_POINT, BEST_STATIC = "design point", "best static"
 REFERENCES = {

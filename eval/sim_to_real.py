@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from eval.machine_state import MachineState, undisturbed
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -24,6 +23,7 @@ from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.machine_state import MachineState, undisturbed
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
 from hlem_env.live.time_source import CpuTime, WallTime
@@ -71,8 +71,10 @@ class Args:
     profile: str = ""
     """hardware profile, or the path of one; by default PRESET-live"""
     machine_speed: bool = False
-    """scale the profile, link excepted, by the probe before each piece over that of the calibration: for a
-    machine whose speed varies because of others' work"""
+    """scale what is the host's of the profile (on a CPU all but the link) by how fast the host was in each
+    piece, over that of the calibration: a fixed piece of work, timed between epochs"""
+    draws: int = 8
+    """runs of the surrogate for each piece, of which the mean counts; they differ in the profile's jitter"""
     match_service: bool = False
     """scale it so that mean service times agree: what then differs is batching and queueing, not speed"""
     report: bool = False
@@ -87,7 +89,7 @@ class Args:
     """PNG file"""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "repeats", "load", "epochs"):
+        for name in ("seconds", "repeats", "load", "epochs", "draws"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         require(self.settle_epochs >= 0, "settle_epochs", self.settle_epochs, "0 or more")
         for alpha in self.alphas:
@@ -153,7 +155,10 @@ class Setting:
         run = Run(**record["run"])
         scenario = replace(self.scenario(run), utilisation=record["scenario"]["utilisation"])
         twin = surrogate_twin(scenario, self.at(run), profile, record["speed"])
-        return self.serve(twin, run)
+        drawn = []
+        for twin.draw in range(self.args.draws):
+            drawn.append(self.serve(twin, run))
+        return mean_of(drawn)
 
     def serve(
         self, backend: Backend, run: Run, between: Callable[[], None] = lambda: None
@@ -169,6 +174,18 @@ class Setting:
             epochs.append(backend.run(run.alpha_centi, seconds))
             between()
         return summary(epochs, before)
+
+
+def mean_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of each figure of `summary`, lists place by place; saturated if most are."""
+
+    def mean(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {key: mean([value[key] for value in values]) for key in values[0]}
+        return np.mean(values, axis=0).tolist()
+
+    means = {name: mean([one[name] for one in figures]) for name in figures[0]}
+    return means | {"saturated": means["saturated"] > 0.5}
 
 
 def summary(epochs: list[EpochStats], before: EpochStats) -> dict[str, Any]:
@@ -274,8 +291,9 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
             continue
         record = part.read(run.name)
         now = profile
-        if setting.args.machine_speed and str(run.layers) in profile.probe_ms:
-            now = profile.slower(record["probe_ms"] / profile.probe_ms[str(run.layers)])
+        if setting.args.machine_speed:
+            scaled = profile.slower if setting.config.device == "cpu" else profile.slower_host
+            now = scaled(host_ms(record) / profile.host_ms)
         sim = setting.simulate(record, now)
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
             now = now.slower(record["live"]["mean_service_ms"] / sim["mean_service_ms"])
@@ -284,6 +302,11 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         both = {"live": without(kept, record["live"]), "sim": without(kept, sim)}
         found.append({"run": record["run"], "epochs_left_out": int((~kept).sum()), **both})
     return found
+
+
+def host_ms(record: Mapping[str, Any]) -> float:
+    """Median time of the host's fixed piece of work in a run."""
+    return float(np.median([state["python_ms"] for state in record["machine_state"]]))
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:
@@ -342,6 +365,9 @@ def main(args: Args) -> int:
         return 0
     require(isinstance(profile, NodeProfile), "profile", profile.name, "one of train.calibrate")
     assert isinstance(profile, NodeProfile)
+    if args.machine_speed:
+        known = "a profile that says how fast the host was when it was calibrated"
+        require(profile.host_ms > 0, "profile", profile.name, known)
     compared = compare(simulate(setting, part, profile))
     print_tables(compared, Console(width=140))
     if args.plot is not None:

@@ -17,6 +17,7 @@ SLO is 1.2 times the P99 there, averaged over the hot shares: the surrogate's 30
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,8 @@ from train.fit_profile import fit
 from train.service_times import measure
 
 SLO_OVER_P99 = 1.2
+NUMBERS = re.compile(r"\[[\s\d.,e+-]*\]")
+"""A list of numbers in JSON: it goes on one line."""
 
 
 @dataclass
@@ -207,9 +210,10 @@ def write_profile(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> No
     values["fit"] = about | values["fit"]
     args.profiles.mkdir(parents=True, exist_ok=True)
     path = args.profiles / f"{profile.name}.json"
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    text = NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(values, indent=2))
+    path.write_text(text + "\n")
     quality = profile.fit
-    print(f"{path}: residuals of {quality['cells']} kinds of batch, median"
+    print(f"{path}: residuals of {quality['cells']} cells, median"
           f" {100 * quality['median_relative_residual']:.1f} %, P90"
           f" {100 * quality['p90_relative_residual']:.1f} %, largest"
           f" {100 * quality['largest_relative_residual']:.1f} %")  # fmt: skip

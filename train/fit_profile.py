@@ -1,9 +1,11 @@
-"""A hardware profile from measured batches: nonnegative least squares, then what is left unexplained.
+"""A hardware profile from measured batches: a nonnegative fit, then what is left unexplained.
 
 The model is that of `hlem_env.surrogate.hardware.NodeProfile`. Batches of one kind, length, depth and
-alpha are one cell, with the median of its times; cells weigh by the inverse of their time, so that
-residuals are relative. Mixed batches and those beside refill come second: what they take beyond the
-rest of the model, over the part of it that slows down.
+alpha are one cell, with the median of its times; a batch of a stream is a cell of its own. Cells weigh by
+the inverse of their time, so that residuals are relative, and it is their absolute values that are least:
+a few slow batches do not move the fit. Mixed batches and those beside refill come second: what they take
+beyond the rest of the model, over the part of it that slows down. How times scatter around the model is
+taken from the streams.
 """
 
 from __future__ import annotations
@@ -23,9 +25,17 @@ Floats = NDArray[np.float64]
 
 GRAPH_TOKENS = 256
 """`hlem_env.live.hstu_graphs.SMALL_TOKENS`, which needs CUDA to import."""
-JITTER_POINTS = 64
-OTHER_KINDS = ("mixed",)
-"""Left out of the first fit."""
+IDLE_MS = (0.5, 8.0, 20.0)
+"""Pauses after which a batch's extra time is fitted."""
+STREAM = "stream"
+ALONE_WEIGHT = 3.0
+"""Of a cell of batches that were timed by themselves, over one batch of a stream."""
+ITERATIONS = 30
+LEAST_RESIDUAL = 0.003
+STRETCH = 128
+"""Batches of a stream that stay together in the jitter."""
+MOST_JITTER = 4096
+"""Batches of it that a profile keeps."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,13 @@ class Cell:
     ms: float
     """Median."""
     times_ms: tuple[float, ...]
+    idle_ms: float = 0.0
+    """How long the server had had nothing to do."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some requests are cached and some not."""
+        return bool(self.cached.min() == 0 < self.cached.max())
 
 
 @dataclass(frozen=True)
@@ -70,18 +87,18 @@ def cells_of(raw: Sequence[Mapping[str, Any]]) -> list[Cell]:
         for sample in depth["samples"]:
             key = (
                 sample["kind"], layers, sample["alpha"], tuple(sample["history"]),
-                tuple(sample["cached"]), sample["ahead"], sample["refilling"],
+                tuple(sample["cached"]), sample["ahead"], sample["refilling"], sample.get("idle_ms", 0.0),
             )  # fmt: skip
             groups.setdefault(key, []).append(sample)
     cells = []
-    for (kind, layers, alpha, history, cached, ahead, refilling), samples in groups.items():
+    for (kind, layers, alpha, history, cached, ahead, refilling, idle), samples in groups.items():
         times = tuple(float(sample["ms"]) for sample in samples)
         cells.append(
             Cell(
                 kind, layers, alpha, np.array(history, float), np.array(cached, float),
                 float(np.mean([s["missed_rows"] for s in samples])),
                 float(np.mean([s["hit_rows"] for s in samples])),
-                ahead, refilling, float(np.median(times)), times,
+                ahead, refilling, float(np.median(times)), times, idle,
             )
         )  # fmt: skip
     return cells
@@ -117,10 +134,33 @@ def eager(cell: Cell, terms: Terms) -> bool:
 
 
 def design(cell: Cell, terms: Terms) -> Floats:
-    """Columns: overhead, further requests, eager, ahead, missed rows, compute."""
+    """Columns: overhead, further requests, eager, ahead, missed rows; pauses; compute."""
     missed = cell.missed_rows if terms.link_row_ms is None else 0.0
     first = [1.0, cell.history.size - 1.0, float(eager(cell, terms)), float(cell.ahead), missed]
-    return np.concatenate([first, compute_columns(cell, terms)])
+    pauses = [
+        np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
+    ]
+    return np.concatenate([first, pauses, compute_columns(cell, terms)])
+
+
+def least_absolute(matrix: Floats, target: Floats, weight: Floats) -> Floats:
+    """Nonnegative x [k] for which the sum of weight * |matrix x - target| is least.
+
+    By least squares again and again, each time with weights over the last residuals.
+
+    Args:
+        matrix: [n, k].
+        target: [n].
+        weight: [n], above 0; residuals of `LEAST_RESIDUAL` over it and less count as that.
+    """
+    from scipy.optimize import nnls
+
+    scale = weight
+    for _ in range(ITERATIONS):
+        found, _ = nnls(matrix * scale[:, None], target * scale, maxiter=10_000)
+        residual = np.abs(matrix @ found - target) * weight
+        scale = weight / np.sqrt(np.maximum(residual, LEAST_RESIDUAL))
+    return np.asarray(found, np.float64)
 
 
 def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> NodeProfile:
@@ -131,26 +171,24 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         config: the preset.
         name: of the profile.
     """
-    from scipy.optimize import nnls
-
     require(len(raw) >= 1, "records", "none", "measurements of one depth at least")
     cells = cells_of(raw)
     terms = _terms(raw, config, cells)
-    plain = [c for c in cells if c.kind.split()[0] not in OTHER_KINDS and not c.refilling]
+    plain = [cell for cell in cells if not (cell.mixed or cell.refilling)]
     matrix = np.stack([design(cell, terms) for cell in plain])
     target = np.array([cell.ms - rows_ms(cell, terms) for cell in plain])
-    weight = 1.0 / np.array([cell.ms for cell in plain])
-    found, _ = nnls(matrix * weight[:, None], target * weight, maxiter=10_000)
+    weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in plain])
+    found = least_absolute(matrix, target, weight)
     knots = len(terms.knots)
-    recompute, append = found[5 : 5 + knots], found[5 + knots :]
+    after_idle, recompute, append = np.split(found[5:], [len(IDLE_MS), len(IDLE_MS) + knots])
 
     def predicted(cell: Cell) -> float:
         return float(design(cell, terms) @ found) + rows_ms(cell, terms)
 
-    mixed = _slowdown(
-        [(c.ms - predicted(c), float(compute_columns(c, terms) @ found[5:]))
-         for c in cells if c.kind.startswith("mixed")]
-    )  # fmt: skip
+    def compute(cell: Cell) -> float:
+        return float(compute_columns(cell, terms) @ found[5 + len(IDLE_MS) :])
+
+    mixed = _slowdown([(c.ms - predicted(c), compute(c)) for c in cells if c.mixed])
     beside = _slowdown(
         [(c.ms - predicted(c), c.missed_rows * found[4]) for c in cells if c.refilling]
     )
@@ -159,6 +197,13 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     added_ms = _median(raw, "loop", "median_ms")
     loop_ms = _median(raw, "loop", "busy_ms") if "busy_ms" in raw[0]["loop"] else added_ms
     wake_ms = max(added_ms - loop_ms, 0.0)
+
+    def whole(cell: Cell) -> float:
+        return predicted(cell) + mixed * cell.mixed * compute(cell)
+
+    streamed = _streamed(cells)
+    ratios = [(cell.ms / whole(cell), cell.cached.min() == 0) for cell in streamed]
+    jitter, jitter_cold = _series(ratios or _scatter(plain))
     row_bytes = config.row_bytes
     bands = {key: _median(raw, "bandwidths", key) for key in raw[0]["bandwidths"]}
     gather = config.emulated_link_gbps or row_bytes / max(found[4], 1e-12) * 1e-6
@@ -188,9 +233,12 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         ahead_ms=_round(found[3]),
         prefetch_gbps=_round(_prefetch_gbps(raw)) if terms.cuda else 0.0,
         refill_gbps=_round(min(refill)) if refill else 1e3,
-        jitter=_jitter(plain, lambda cell: min(cell.cached) > 0),
-        jitter_cold=_jitter(plain, lambda cell: min(cell.cached) == 0),
+        idle_ms=IDLE_MS if after_idle.any() else (),
+        after_idle_ms=tuple(_round(v) for v in after_idle) if after_idle.any() else (),
+        jitter=jitter,
+        jitter_cold=jitter_cold,
         probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
+        host_ms=_host_ms(raw),
         fit={
             "cells": len(plain),
             "samples": sum(len(cell.times_ms) for cell in cells),
@@ -228,9 +276,9 @@ def _median(raw: Sequence[Mapping[str, Any]], *path: str) -> float:
 
 
 def _slowdown(pairs: list[tuple[float, float]]) -> float:
-    """Share by which the second number of each pair grows by the first, over all of them."""
-    more, part = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return max(more / part, 0.0) if part > 0 else 0.0
+    """Median share by which the second number of each pair grows by the first."""
+    shares = [more / part for more, part in pairs if part > 0]
+    return max(float(np.median(shares)), 0.0) if shares else 0.0
 
 
 def _prefetch_gbps(raw: Sequence[Mapping[str, Any]]) -> float:
@@ -246,13 +294,46 @@ def _prefetch_gbps(raw: Sequence[Mapping[str, Any]]) -> float:
     return float(np.median(rates)) if rates else 0.0
 
 
-def _jitter(cells: list[Cell], wanted: Any) -> tuple[float, ...]:
-    """Quantiles of times over their cell's median."""
-    ratios = [t / c.ms for c in cells if wanted(c) and len(c.times_ms) >= 5 for t in c.times_ms]
-    if len(ratios) < JITTER_POINTS:
-        return ()
-    at = 100 * (np.arange(JITTER_POINTS) + 0.5) / JITTER_POINTS
-    return tuple(_round(float(v)) for v in np.percentile(ratios, at))
+def _streamed(cells: list[Cell]) -> list[Cell]:
+    """Batches of streams; these take turns, a stretch of each, in which what follows what stays."""
+    streams: dict[tuple[int, float], list[Cell]] = {}
+    for cell in cells:
+        if cell.kind == STREAM and not cell.refilling:
+            streams.setdefault((cell.layers, cell.alpha), []).append(cell)
+    longest = max((len(stream) for stream in streams.values()), default=0)
+    return [
+        cell for begin in range(0, longest, STRETCH) for stream in streams.values()
+        for cell in stream[begin : begin + STRETCH]
+    ]  # fmt: skip
+
+
+def _scatter(cells: list[Cell]) -> list[tuple[float, bool]]:
+    """Times over their cell's median, in no order, and whether nothing was cached: without streams.
+
+    What happens once in hundreds of batches, as a kernel's compilation, does not happen in service.
+    """
+    some = [cell for cell in cells if len(cell.times_ms) >= 5]
+    ratios = np.concatenate([np.array(cell.times_ms) / cell.ms for cell in some])
+    ratios = ratios.clip(*np.percentile(ratios, (0.5, 99.5)))
+    cold = [cell.cached.min() == 0 for cell in some for _ in cell.times_ms]
+    return [(ratios[i], cold[i]) for i in np.random.default_rng(0).permutation(ratios.size)]
+
+
+def _series(ratios: list[tuple[float, bool]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each batch its ratio, and the last one of the other kind: of all cached, of some not."""
+    last = dict.fromkeys((False, True), 1.0)
+    series: dict[bool, list[float]] = {False: [], True: []}
+    for ratio, nothing_cached in ratios:
+        last[bool(nothing_cached)] = float(f"{ratio:.3g}")
+        for kind, values in series.items():
+            values.append(last[kind])
+    return tuple(series[False][:MOST_JITTER]), tuple(series[True][:MOST_JITTER])
+
+
+def _host_ms(raw: Sequence[Mapping[str, Any]]) -> float:
+    """Median of what the host took for a fixed piece of work; 0 where nobody measured that."""
+    times = [state["python_ms"] for depth in raw for state in depth.get("machine_state", ())]
+    return _round(float(np.median(times))) if times else 0.0
 
 
 def _by_kind(cells: list[Cell], residual: Floats) -> dict[str, float]:

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from hlem_env.live.config import LiveConfig
+from hlem_env.live.machine_state import MachineState
 from hlem_env.live.node import Executed, LiveNode
 from hlem_env.live.serving import TRANSFER_STEP_S, LiveBackend
 from hlem_env.live_scenario import live_workload
@@ -270,8 +271,13 @@ def run_refill(bench: Bench, seconds: float) -> dict[str, float]:
     return rates
 
 
-def run_streams(bench: Bench, seconds: float) -> None:
-    """Batches as a steady load makes them, at several alphas, after as long without a note."""
+def run_streams(bench: Bench, seconds: float) -> list[dict[str, Any]]:
+    """Batches as a steady load makes them, at several alphas, after as long without a note.
+
+    Returns:
+        the machine's state after each second.
+    """
+    state, samples = MachineState(bench.node), list[dict[str, Any]]()
     node, config = bench.node, bench.config
     kv_policy, node.kv_policy = node.kv_policy, "scan_resistant"
     speed = config.probe_ms / node.probe_ms()
@@ -285,8 +291,10 @@ def run_streams(bench: Bench, seconds: float) -> None:
         for stream.noting in (False, True):
             for _ in range(round(seconds / config.epoch_seconds)):
                 stream.run(alpha_centi, config.epoch_seconds)
+                samples.append(state.sample())
     node.kv_policy = kv_policy
     node.reset(USERS)
+    return samples
 
 
 def bandwidths(node: LiveNode, repeats: int = 10) -> dict[str, float]:
@@ -376,9 +384,10 @@ def measure(node: LiveNode, repeats: int, seconds: float) -> dict[str, Any]:
     run_kinds(bench, repeats)
     node.reset(USERS)
     rates = run_refill(bench, seconds)
-    run_streams(bench, 2 * seconds)
+    machine_state = run_streams(bench, 2 * seconds)
     return {
         "preset": node.config.to_json(),
+        "machine_state": machine_state,
         "samples": [asdict(sample) for sample in bench.samples],
         "refill_gbps": rates,
         "bandwidths": bandwidths(node),

@@ -102,7 +102,7 @@ _BATCHING = np.dtype(
         ("demand_at_s", "f8"),
         ("ahead_rows", "f8"),  # missing rows that the next batch finds fetched
         ("prefetched_rows", "f8"),  # of the run
-        ("serial", "i8"),  # batches so far
+        ("serial", "i8"),  # of the batch in the profile's jitter
     ]
 )
 
@@ -195,15 +195,6 @@ def _observe_demand(batching, now_s, rows):  # type: ignore[no-untyped-def]
 
 
 @_inlined
-def _pick(serial, n):  # type: ignore[no-untyped-def]
-    """A place in [0, n) by a hash of the batch's number (SplitMix64's last step)."""
-    x = np.uint64(serial) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((x ^ (x >> np.uint64(31))) % np.uint64(n))
-
-
-@_inlined
 def _complete(clock, opened, latency_ms, service_ms, arrival_s, is_hot):  # type: ignore[no-untyped-def]
     """Count the requests of the batch that ran: it has completed."""
     for k in range(clock.open):
@@ -221,7 +212,8 @@ def _complete(clock, opened, latency_ms, service_ms, arrival_s, is_hot):  # type
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _serve_batches(  # type: ignore[no-untyped-def]
-    users, heap, lists, clocks, curve, compute, runs, batchings, opened, jitter, jitter_cold,
+    users, heap, lists, clocks, curve, compute, runs, batchings, opened,
+    idle_ms, after_idle_ms, jitter, jitter_cold,
     begin_s, end_s, kv_capacity, rows_capacity,
     arrivals, user_ids, lengths, new_items, latency_ms, service_out, arrival_out, is_hot,
 ):  # fmt: skip
@@ -242,6 +234,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
             start_s = arrivals[first] + 1e-3 * batching.wake_ms
         if start_s >= run.end_s:
             break
+        pause_ms = 1e3 * (start_s - clock.server_free_s)
         arrived = max(arrived, first)
         while arrived < arrivals.size and arrivals[arrived] <= start_s:
             arrived += 1
@@ -321,6 +314,8 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         batch_ms = run.overhead_ms + batching.request_ms * (count - 1) + compute_total + rows_ms
         if count > 1 and longest_new > batching.graph_tokens and batching.graph_tokens > 0:
             batch_ms += batching.eager_ms
+        if idle_ms.size > 1:
+            batch_ms += np.interp(pause_ms, idle_ms, after_idle_ms)
         behind = first + count
         if batching.prefetch_rows_per_s > 0.0 and arrived > behind and not batching.paused:
             following = _batch_size(
@@ -340,11 +335,9 @@ def _serve_batches(  # type: ignore[no-untyped-def]
                 batching.ahead_rows = min(wanted, rate * time_s)
                 batching.prefetched_rows += batching.ahead_rows
                 batch_ms += batching.ahead_ms
-        batching.serial += 1
-        if some_not and jitter_cold.size > 0:
-            batch_ms *= jitter_cold[_pick(batching.serial, jitter_cold.size)]
-        elif not some_not and jitter.size > 0:
-            batch_ms *= jitter[_pick(batching.serial, jitter.size)]
+        if jitter.size > 0:
+            batching.serial = (batching.serial + 1) % jitter.size
+            batch_ms *= jitter_cold[batching.serial] if some_not else jitter[batching.serial]
 
         done_s = start_s + 1e-3 * (batching.loop_ms + batch_ms)
         for k in range(count):
@@ -379,8 +372,19 @@ class BatchedBackend(SurrogateBackend):
         super().__init__(workload, node, hardware)
         candidates = max(workload.catalogue.candidates, 1)
         self._most = node.token_budget // candidates + 1
+        self._idle_ms = np.array((0.0, *hardware.idle_ms))
+        self._after_idle_ms = np.array((0.0, *hardware.after_idle_ms))
         self._jitter = np.array(hardware.jitter, np.float64)
         self._jitter_cold = np.array(hardware.jitter_cold, np.float64)
+        self.draw = 0
+        """Which of many runs of a seed: each begins elsewhere in the profile's jitter."""
+
+    def reset(self, seed: int) -> None:
+        """As `SurrogateBackend.reset`; the jitter begins anew, at a place that goes with seed and `draw`."""
+        super().reset(seed)
+        if self._jitter.size > 0:
+            place = np.random.default_rng((seed, self.draw)).integers(self._jitter.size)
+            self._batching["serial"] = place
 
     def empty(self) -> None:
         """Empty queue and caches; the clock stands before the warm-up."""
@@ -451,7 +455,8 @@ class BatchedBackend(SurrogateBackend):
         return int(
             _serve_batches(
                 self._users, self._heap, self._lists, self._clock, self._curve, self._compute,
-                self._run, self._batching, self._opened, self._jitter, self._jitter_cold,
+                self._run, self._batching, self._opened,
+                self._idle_ms, self._after_idle_ms, self._jitter, self._jitter_cold,
                 self._now_s, end_s, self._pool_pages - embedding_pages,
                 embedding_pages * self._rows_per_page,
                 requests.arrival_s, requests.user, requests.history_length, requests.new_items,

@@ -123,6 +123,7 @@ class NodeProfile(HardwareProfile):
                 + layers x sum of the requests' compute, x mixed where some are cached and some not
                 + rows (misses over the link, lookups in memory), less what prefetch brought
                 + ahead, where it plans a prefetch
+                + after_idle, by how long the server had nothing to do: host and device are slower then
 
     `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
     an idle server begins `wake_ms` after an arrival; the plain surrogate leaves these two out.
@@ -150,12 +151,19 @@ class NodeProfile(HardwareProfile):
     """New history of the next batch from which on its rows are fetched ahead."""
     refill_gbps: float = 1e3
     """Refill of scattered rows, as the host gets round to it, before the token bucket."""
+    idle_ms: tuple[float, ...] = ()
+    """Pauses before a batch, ascending; linear in between, from 0 without one, no more beyond the last."""
+    after_idle_ms: tuple[float, ...] = ()
+    """What a batch takes longer after each of them."""
     jitter: tuple[float, ...] = ()
-    """Evenly spaced quantiles of a batch's time over its kind's median, where all are cached."""
+    """Batch after batch as measured, its time over what the model says, were all of it cached: what makes
+    one batch slow makes the next ones slow, too."""
     jitter_cold: tuple[float, ...] = ()
-    """The same where some are not."""
+    """The same batches, were some of it not cached; as many."""
     probe_ms: dict[str, float] = field(default_factory=dict, compare=False, hash=False)
     """`LiveNode.probe_ms` of each depth when the rest was measured: how fast the machine was."""
+    host_ms: float = field(default=0.0, compare=False)
+    """`python_ms` of `hlem_env.live.machine_state` then: how fast the host was; 0: nobody knows."""
     fit: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
     """Commit, machine, and how well the model fits what was measured."""
 
@@ -168,25 +176,42 @@ class NodeProfile(HardwareProfile):
             value = getattr(self, name)
             require(value >= 0, f"profile.{name}", value, "0 or above")
         require(self.refill_gbps > 0, "profile.refill_gbps", self.refill_gbps, "above 0")
+        pauses, more = self.idle_ms, self.after_idle_ms
+        good = len(pauses) == len(more) and min((*pauses, *more), default=0.0) >= 0
+        require(
+            good and all(np.diff(pauses) > 0), "profile.idle_ms", pauses,
+            "ascending, 0 or above, one for each after_idle_ms",
+        )  # fmt: skip
         for name in ("jitter", "jitter_cold"):
             require(
                 all(value > 0 for value in getattr(self, name)), f"profile.{name}",
                 getattr(self, name), "all above 0",
             )  # fmt: skip
+        require(
+            len(self.jitter) == len(self.jitter_cold), "profile.jitter_cold", len(self.jitter_cold),
+            f"{len(self.jitter)} values, as jitter has",
+        )  # fmt: skip
 
     def slower(self, factor: float) -> NodeProfile:
         """The same machine while everything but the link takes `factor` times as long."""
         return replace(
-            self,
+            self.slower_host(factor),
             hbm_gbps=self.hbm_gbps / factor,
+            recompute_layer_ms=tuple(factor * v for v in self.recompute_layer_ms),
+            append_layer_ms=tuple(factor * v for v in self.append_layer_ms),
+        )
+
+    def slower_host(self, factor: float) -> NodeProfile:
+        """The same machine while what goes with no token and no row takes `factor` times as long."""
+        return replace(
+            self,
             overhead_ms=self.overhead_ms * factor,
             wake_ms=self.wake_ms * factor,
             loop_ms=self.loop_ms * factor,
             request_ms=self.request_ms * factor,
             eager_ms=self.eager_ms * factor,
             ahead_ms=self.ahead_ms * factor,
-            recompute_layer_ms=tuple(factor * v for v in self.recompute_layer_ms),
-            append_layer_ms=tuple(factor * v for v in self.append_layer_ms),
+            after_idle_ms=tuple(factor * v for v in self.after_idle_ms),
         )
 
 

@@ -151,6 +151,42 @@ def test_the_loop_keeps_the_server_busy_before_each_batch() -> None:
     np.testing.assert_allclose(looped.service_ms, plain.service_ms)
 
 
+def test_a_batch_after_a_pause_takes_longer_by_how_long_it_was() -> None:
+    lengths = np.full(4, 4000, np.int32)
+    arrivals = np.array([0.1, 0.1001, 0.3, 0.9])  # the second finds the server busy
+    requests = Requests(arrivals, np.arange(4), lengths, lengths)
+    config = node(token_budget=1)
+    pausing = profile(idle_ms=(100.0, 500.0), after_idle_ms=(1.0, 3.0))
+    plain, paused = (served(requests, config, one) for one in (profile(), pausing))
+    ends = arrivals + 1e-3 * paused.latency_ms
+    pauses_ms = 1e3 * (arrivals[2:] - ends[1:3])
+    more = paused.service_ms - plain.service_ms
+    assert more[1] == pytest.approx(0.0, abs=1e-9)
+    np.testing.assert_allclose(more[2:], np.interp(pauses_ms, (0, 100, 500), (0, 1, 3)), rtol=1e-6)
+
+
+def test_jitter_is_drawn_batch_after_batch_in_the_order_measured() -> None:
+    lengths = np.full(6, 4000, np.int32)
+    requests = Requests(np.arange(6) / 10, np.arange(6), lengths, lengths)
+    config = node(token_budget=1)
+    ratios = (1.0, 1.5, 2.0, 3.0)
+    plain = served(requests, config, profile())
+    some = served(requests, config, profile(jitter=(9.0,) * 4, jitter_cold=ratios))
+    found = np.round(some.service_ms / plain.service_ms, 9)
+    first = ratios.index(found[0])
+    assert found.tolist() == [ratios[(first + i) % 4] for i in range(6)]
+
+
+def test_each_draw_begins_elsewhere_in_the_jitter() -> None:
+    series = tuple(np.linspace(0.5, 1.5, 50))
+    backend = BatchedBackend(workload(), node(), profile(jitter=series, jitter_cold=series))
+    totals = []
+    for backend.draw in (0, 1, 0):
+        backend.reset(1)
+        totals.append(float(backend.run(50, 2.0).service_ms.sum()))
+    assert totals[0] == totals[2] != totals[1]
+
+
 def test_prefetch_brings_rows_of_the_next_batch() -> None:
     strangers = [10**6 + i for i in range(6)]
     args = at_once(strangers, 4000), node(token_budget=1)
@@ -177,7 +213,8 @@ def test_refill_comes_after_a_move_up_and_pauses_near_the_slo() -> None:
 
 
 def test_a_saved_state_goes_on_the_same_way() -> None:
-    backend = BatchedBackend(workload(), node(), profile(prefetch_gbps=2.0, jitter=(0.9, 1.1)))
+    jittering = profile(prefetch_gbps=2.0, jitter=(0.9, 1.1), jitter_cold=(1.2, 0.8))
+    backend = BatchedBackend(workload(), node(), jittering)
     backend.reset(5)
     backend.run(30, backend.warmup_s)
     state, requests = backend.save(), backend.workload.take(3.0)

@@ -90,8 +90,45 @@ def test_constants_come_back() -> None:
 def test_what_the_model_cannot_explain_is_residual_and_jitter() -> None:
     found = fit([measured(6, noise=0.2)], CONFIG, "made-up")
     assert 0.01 < found.fit["median_relative_residual"] < 0.2
-    low, high = found.jitter_cold[6], found.jitter_cold[-7]  # about the 10th and 90th percentile
+    low, high = np.percentile(found.jitter_cold, (10, 90))
     assert (low, high) == pytest.approx((np.exp(-1.28 * 0.2), np.exp(1.28 * 0.2)), rel=0.1)
+
+
+AFTER_IDLE = {0.5: 0.1, 8.0: 0.3, 20.0: 0.8}
+
+
+def streamed(layers: int, ratios: list[float]) -> dict[str, Any]:
+    """What is measured of a depth, with a stream: by turns cached and not, after pauses of every length."""
+    rng, samples = np.random.default_rng(layers), []
+    for i, ratio in enumerate(ratios):
+        length = int(rng.choice(LENGTHS))
+        cached = [length - 10] if i % 2 else [0]
+        one = sample("stream", layers, [length], cached, 600 if i % 2 else 6 * length)
+        one["idle_ms"] = float(rng.uniform(0, 25))
+        pause_ms = np.interp(one["idle_ms"], (0.0, *AFTER_IDLE), (0.0, *AFTER_IDLE.values()))
+        one["ms"] = ratio * (one["ms"] + float(pause_ms))
+        samples.append(one)
+    state = [{"python_ms": ms} for ms in (1.0, 1.4, 9.0)]
+    whole = measured(layers)
+    return whole | {"samples": whole["samples"] + samples, "machine_state": state}
+
+
+def test_streams_tell_what_a_pause_costs_and_few_slow_batches_do_not_move_it() -> None:
+    ratios = [3.0 if i % 10 == 0 else 1.0 for i in range(400)]
+    found = fit([streamed(3, ratios), streamed(6, ratios)], CONFIG, "made-up")
+    assert found.idle_ms == tuple(AFTER_IDLE)
+    assert found.after_idle_ms == pytest.approx(list(AFTER_IDLE.values()), rel=0.01)
+    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
+    assert found.host_ms == 1.4
+
+
+def test_jitter_keeps_the_order_of_a_stream() -> None:
+    slow = [2.0 if i // 50 % 4 == 3 else 1.0 for i in range(200)]  # fifty slow ones in a row
+    found = fit([streamed(6, slow)], CONFIG, "made-up")
+    assert len(found.jitter) == len(found.jitter_cold) == len(slow)
+    # Even ones are cold: at an odd place stands the last of them.
+    assert found.jitter_cold == pytest.approx(slow, rel=0.02)
+    assert found.jitter[1:] == pytest.approx(slow[:1] + slow[1:-1], rel=0.02)
 
 
 def test_no_measurements_are_refused() -> None:
