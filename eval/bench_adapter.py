@@ -9,7 +9,6 @@ regret any policy could remove.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,8 @@ from hlem_env.errors import require
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.optimum import alpha_star, hold_all, reachable, record_episode
-from serving_bridge.adapter import AdapterSettings, OnlineAdapter
+from serving_bridge.adapted_step import Memory, Proposed, on_grid
+from serving_bridge.adapter import FEATURES, AdapterSettings, OnlineAdapter
 from serving_bridge.allocator import AdaptedPolicy
 from serving_bridge.policy import FrozenPolicy
 
@@ -78,9 +78,14 @@ class Constant(OnlineAdapter):
         super().__init__(AdapterSettings(explore=0.0, steps=0, pull=0.0))
         self.value = value
 
-    def propose(self, features: Sequence[float]) -> tuple[float, float]:
-        """The residual."""
-        return self.value, self.value
+    def step(
+        self, memory: Memory, slo_ms: float, alpha_centi: int, base_centi: int, *epoch: float
+    ) -> tuple[int, float, Proposed, Memory]:
+        """The policy's step and the residual, on the grid."""
+        residual_centi = 100 * self.value
+        step, carry = on_grid(base_centi, residual_centi, memory[2])
+        proposed = ((0.0,) * len(FEATURES), self.value, self.value)
+        return step, residual_centi, proposed, (*memory[:2], carry)
 
 
 def second_half(scenario: Scenario, adapter: OnlineAdapter | None, seed: int) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +52,10 @@ def time_allocator(
     """Nanoseconds by kind, int64 [n], and what the learning thread took.
 
     "decide" is of the allocator without adapter, "decide_learning" of the whole one, both with one
-    decision right after the other, so that the thread learns during each of them. "decide_paced" is of
-    the whole one with a pause before the epoch's last tick, which is how a node decides, if much faster:
-    it has seconds between two. "tick" is a look of the burst watch, "tick_paced" the one after the
+    decision right after the other, so that the thread learns during each of them. "epoch" is of the whole
+    one: an epoch's ticks and its decision, which leaves some of its work to the next tick. "decide_paced"
+    is of the whole one with a pause before the epoch's last tick, which is how a node decides, if much
+    faster: it has seconds between two. "tick" is a look of the burst watch, "tick_paced" the one after the
     pause. "learn" is a decision that learns itself: what the thread spares.
     """
     rng = np.random.default_rng(seed)
@@ -65,17 +67,15 @@ def time_allocator(
     itself = SmartAllocator(policy, AdapterSettings(), recovery)
     some = max(decisions // 5, 50)
     with quiet_collector():
-        made = {
-            "decide": time_decide(alone, decisions, whole, ticks)[0],
-            "decide_learning": time_decide(beside, decisions, whole, ticks)[0],
-        }
+        made = {"decide": time_decide(alone, decisions, whole, ticks)[0].decide}
+        learning_beside = time_decide(beside, decisions, whole, ticks)[0]
+        made["decide_learning"], made["epoch"] = learning_beside.decide, learning_beside.epoch
         assert beside.adapter is not None
         learnt = beside.adapter.learner.seen
-        made["learn"] = time_decide(itself, max(decisions // 100, 50), whole, ticks)[0]
+        made["learn"] = time_decide(itself, max(decisions // 100, 50), whole, ticks)[0].decide
         started_s, learnt_s = time.perf_counter(), beside_s(beside)
-        made["decide_paced"], made["tick_paced"], loads = time_decide(
-            beside, some, whole, ticks, PAUSE_S
-        )
+        paced, loads = time_decide(beside, some, whole, ticks, PAUSE_S)
+        made["decide_paced"], made["tick_paced"] = paced.decide, paced.tick
         spent_s = time.perf_counter() - started_s
         made["tick"] = time_ticks(alone, decisions, whole[0], ticks)
     beside.close()
@@ -108,40 +108,53 @@ def quiet_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
+class Times(NamedTuple):
+    """Nanoseconds, int64 [epochs]."""
+
+    decide: NDArray[np.int64]
+    tick: NDArray[np.int64]
+    """The last one before the decision."""
+    epoch: NDArray[np.int64]
+    """All ticks and the decision."""
+
+
 def time_decide(
     allocator: SmartAllocator,
     decisions: int,
     whole: list[EpochStats],
     ticks: list[EpochStats],
     pause_s: float = 0.0,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], list[float]]:
-    """Nanoseconds of decisions and of the ticks before them, int64 [decisions] both; loads.
+) -> tuple[Times, list[float]]:
+    """Times of decisions and of the ticks before them; loads.
 
     Each decision is on an epoch at the alpha decided before, after an epoch's ticks, of which the last
     comes after the pause, as on a node. The loads are the learning thread's, in each second.
     """
-    times, tick_times = np.zeros(decisions, np.int64), np.zeros(decisions, np.int64)
+    times = Times(*np.zeros((3, decisions), np.int64))
     alpha_centi, clock = allocator.initial_alpha_centi, time.perf_counter_ns
     loads, second_s, learnt_s = [0.0], time.perf_counter(), 0.0
     allocator.reset(0)
     for i in range(decisions):
+        before = clock()
         for j in range(TICKS_PER_EPOCH - 1):
             allocator.on_tick(ticks[(i + j) % len(ticks)])
+        times.epoch[i] = clock() - before
         if pause_s:
             time.sleep(pause_s)
         before = clock()
         allocator.on_tick(ticks[(i - 1) % len(ticks)])
-        tick_times[i] = clock() - before
+        times.tick[i] = clock() - before
         stats = replace(whole[i % len(whole)], alpha_target=alpha_centi / 100)
         state = observe(stats, allocator.config)
         before = clock()
         decision = allocator.decide(state, stats)
-        times[i] = clock() - before
+        times.decide[i] = clock() - before
         alpha_centi = decision.alpha_centi
         if allocator.adapter is not None and time.perf_counter() - second_s >= 1.0:
             loads.append((allocator.adapter.busy_s - learnt_s) / (time.perf_counter() - second_s))
             second_s, learnt_s = time.perf_counter(), allocator.adapter.busy_s
-    return times, tick_times, loads[1:] or [0.0]
+    times.epoch[:] += times.tick + times.decide
+    return times, loads[1:] or [0.0]
 
 
 def time_ticks(

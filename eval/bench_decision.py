@@ -114,6 +114,7 @@ def main(args: Args) -> int:
         ("allocator, no adapter", figures_us["allocator_decide"]),
         ("allocator, learning beside", figures_us["allocator_decide_learning"]),
         (f"the same, {1000 * PAUSE_S:g} ms between two", figures_us["allocator_decide_paced"]),
+        ("an epoch's ticks and decision", figures_us["allocator_epoch"]),
         ("allocator, a tick", figures_us["allocator_tick"]),
         ("a tick after the pause", figures_us["allocator_tick_paced"]),
         ("allocator, learning itself", figures_us["allocator_learn"]),

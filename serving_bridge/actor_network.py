@@ -8,6 +8,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+UNFIT, STRIDED = -1, -2
+"""No actions of `best`."""
 _FAST = {"reassoc", "contract"}
 """Sums may be reordered, so that they go several at a time; NaN stays NaN."""
 
@@ -30,12 +32,20 @@ def forward(layers, state):  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, error_model="numpy", fastmath=_FAST)
 def best(layers, state, most):  # type: ignore[no-untyped-def]
-    """Index of the largest logit, the first of equals; -1 if the magnitudes in `state` sum to `most`."""
+    """Index of the largest logit, the first of equals.
+
+    UNFIT if `state` is of another length, or its magnitudes sum to `most`; STRIDED if its numbers are not
+    one after the other.
+    """
+    if state.size != layers[0].shape[1] - 1:
+        return UNFIT
+    if state.strides[0] != state.itemsize:
+        return STRIDED
     total = np.float32(0.0)
     for value in state:
         total += abs(value)
     if not total < most:  # NaN is not below anything
-        return -1
+        return UNFIT
     return forward(layers, state).argmax()
 
 

@@ -14,7 +14,7 @@ decisions (`background=False`), so that a seed fixes the run; on a node a thread
 interpreter's lock and at a lower priority.
 
 To the network's residual comes a pull to where both caches are worth the same (cache_worth.py), learnt
-beside it from the same epochs.
+beside it from the same epochs. What a decision computes of all this is in adapted_step.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numba
@@ -35,7 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import require
+from serving_bridge.adapted_step import MOST, UNKNOWN, Memory, Proposed, adapted_step
 from serving_bridge.cache_worth import Seen, WorthLearner, by_kind
+from serving_bridge.compiled import entry
 from serving_bridge.residual_network import (
     HIDDEN,
     INPUTS,
@@ -45,7 +48,6 @@ from serving_bridge.residual_network import (
     frozen,
     initial_weights,
     packed,
-    propose,
 )
 
 logger = logging.getLogger(__name__)
@@ -54,8 +56,6 @@ Floats = NDArray[np.float64]
 
 FEATURES = ("kv_hit", "emb_hit", "hot_share", "p99_over_ema_slos", "base_step")
 """(P99 - EMA) / SLO clipped to +-1; the base step over 0.06."""
-_MOST = 1e6
-"""Sum of a sample's magnitudes: far beyond any sensible one, far from an overflow."""
 _DRAWN = 1000
 """Values of noise, at a time."""
 _COLUMNS = INPUTS + 3
@@ -143,9 +143,8 @@ class Learner:
             self._learn_from_replay(rate)
 
     def rehearse(self) -> None:
-        """Compile, or load what was compiled: before there is a decision that would wait for it."""
+        """Compile, or load what was compiled."""
         by_kind(np.zeros(1), np.zeros(1, np.bool_))
-        propose(packed(self.weights), (0.0,) * INPUTS, self.settings.bound, 0.0, _MOST)
         _climb(
             copied(self.weights), self.replay[:1], np.zeros((0, self.settings.batch), np.int64),
             0.0, self.settings.bound, 1.0, self.settings.most_weight,
@@ -189,13 +188,15 @@ def _climb(weights, held, order, rate, bound, sharpness, most_weight):  # type: 
 
 def _noise(rng: np.random.Generator, deviation: float) -> Iterator[float]:
     """Gaussian, cut at +-0.01; drawn many at a time, since a draw alone takes a microsecond."""
-    while True:
-        yield from np.clip(deviation * rng.standard_normal(_DRAWN), -0.01, 0.01).tolist()
+    some = iter(
+        lambda: np.clip(deviation * rng.standard_normal(_DRAWN), -0.01, 0.01).tolist(), None
+    )
+    return chain.from_iterable(some)
 
 
 def _sensible(values: Iterable[float]) -> bool:
     """Whether all are numbers, finite and not huge. NaN is not below anything."""
-    return sum(map(abs, values)) < _MOST
+    return sum(map(abs, values)) < MOST
 
 
 class OnlineAdapter:
@@ -225,8 +226,8 @@ class OnlineAdapter:
         on_hand_over: bool = False,
     ) -> None:
         self.settings = settings or AdapterSettings()
+        self._bound, self._pull = float(self.settings.bound), float(self.settings.pull)
         self.background, self._on_hand_over = background, on_hand_over
-        self._kept: list[Waiting] = []
         self.dropped = 0
         self.learning = threading.Lock()
         """Held while a sample is learnt: who holds it sees weights and replay that belong together."""
@@ -246,50 +247,22 @@ class OnlineAdapter:
         """What decisions read."""
         self.worth = self.learner.worth.worth
         """The same, of the caches."""
+        # Compiled, or loaded, before there is a decision that would wait for it.
+        self._step = entry(
+            adapted_step, self.snapshot, self.worth, self._bound, self._pull, 0.0, UNKNOWN,
+            30.0, 50, 0, 0.0, 0.0, 0.0, 0.0, 0.0,
+        )  # fmt: skip
 
-    def propose(self, features: Sequence[float]) -> tuple[float, float]:
-        """Residual to apply and its mean, in alpha, both within +-bound.
-
-        Args:
-            features: [5], see FEATURES.
-        """
-        bound, noise = self.settings.bound, next(self._noise)
-        applied, mean = propose(self.snapshot, features, bound, noise, _MOST)
-        return applied, mean
-
-    def pull(
-        self, alpha: float, base: float, working_set: float, hot_share: float, kv_hit: float
-    ) -> tuple[float, float]:
-        """The part of the residual that is not learnt by reward: towards the target of `cache_worth`.
-
-        Args:
-            alpha: in force.
-            base: step of the policy from there.
-            working_set: KV bytes of the hot users over the pool.
-            hot_share, kv_hit: of the epoch.
-
-        Returns:
-            What is held back of the base step, and the pull, within the bound. A base step is held back
-            that leads away from a balance above the knee: towards the knee is the policy's habit, and
-            there it is wrong.
-        """
-        share = self.settings.pull
-        if share == 0.0:
-            return 0.0, 0.0
-        target, above_knee = self.worth.target(working_set, hot_share, kv_hit)
-        gap = target - alpha
-        if above_knee and base * gap < 0.0:
-            return -base, self.bounded(share * gap)
-        return 0.0, self.bounded(share * (gap - base))
-
-    def bounded(self, residual: float) -> float:
-        """Within +-bound; 0 for what is no number."""
-        bound = self.settings.bound
-        if -bound <= residual <= bound:
-            return residual
-        if residual > bound:
-            return bound
-        return -bound if residual < -bound else 0.0
+    def step(
+        self, memory: Memory, slo_ms: float, alpha_centi: int, base_centi: int,
+        kv_hit: float, emb_hit: float, hot_share: float, p99_ms: float, working_set: float,
+    ) -> tuple[int, float, Proposed, Memory]:  # fmt: skip
+        """The step to take instead of the policy's; see `adapted_step`."""
+        found: tuple[int, float, Proposed, Memory] = self._step(
+            self.snapshot, self.worth, self._bound, self._pull, next(self._noise), memory,
+            slo_ms, alpha_centi, base_centi, kv_hit, emb_hit, hot_share, p99_ms, working_set,
+        )  # fmt: skip
+        return found
 
     def learn(self, sample: Waiting) -> None:
         """Learn from an epoch, now or on the thread; what makes a sample is called there too."""

@@ -9,9 +9,10 @@ on the grid of 0.01. The decision path is numpy alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 from hlem_env import mdp
 from hlem_env.controller import Decision
 from hlem_env.errors import require
-from hlem_env.mdp import EMA_WEIGHT, HOT_WINDOW_EPOCHS, MdpConfig
+from hlem_env.mdp import MdpConfig
 from hlem_env.telemetry import EpochStats
+from serving_bridge.adapted_step import UNKNOWN, Memory, Proposed, on_grid, surprised
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
 from serving_bridge.cache_worth import seen
 from serving_bridge.policy import FrozenPolicy
@@ -28,11 +30,9 @@ from serving_bridge.recovery import RecoverySettings, State, Transition, WithRec
 
 LOG_ENTRIES = 1000
 """Decisions kept in the log; the oldest go first."""
-_FALL = 0.5
-"""Of what the working set lies below its mean: half of those who have left still hold KV."""
-_SUDDEN = 0.15
-"""Pools by which the working set is off its mean of a hot window in a burst, and in few trends."""
 _NO_PARTS = {"policy": 0.0, "adapter": 0.0, "recovery": 0.0}
+_decision: Callable[[Iterable[Any]], Decision] = partial(tuple.__new__, Decision)
+"""`Decision._make`, in half the time."""
 
 
 class AdaptedPolicy:
@@ -56,14 +56,12 @@ class AdaptedPolicy:
         """Leave the adapter out: it neither proposes nor learns."""
         # In words once, and not in every decision; the residual is a number in its parts.
         self._reasons = {step: f"policy {step / 100:+.2f}" for step in policy.actions_centi}
-        self._largest = max(policy.actions_centi)
         self.restart()
 
     def restart(self) -> None:
         """Forget the episode, but not what the adapter has learnt."""
-        self._carry = 0.0
-        self._ema_ms = self._mean_working_set = -1.0
-        self._pending: tuple[tuple[float, ...], float, float] | None = None
+        self._memory = UNKNOWN
+        self._pending: Proposed | None = None
         self._commanded = -1
 
     def reset(self, seed: int) -> None:
@@ -82,72 +80,42 @@ class AdaptedPolicy:
         Raises:
             ArgumentError: the observation is not one that the policy takes.
         """
-        if len(observation) > len(self.policy.feature_names):
-            observation = observation[: len(self.policy.feature_names)]
-        base = self.policy.actions_centi[self.policy.act(observation)]
+        policy, adapter = self.policy, self.adapter
+        if len(observation) > len(policy.feature_names):
+            observation = observation[: len(policy.feature_names)]
+        base = policy.actions_centi[policy.act(observation)]
         alpha_centi = round(100 * stats.alpha_target)
-        if self.adapter is None:
-            return self._decision(alpha_centi, base, 0.0)
-        surprise = self._surprise(stats)
-        if self.adapter_frozen:
-            self._pending = None
-            return self._decision(alpha_centi, base, 0.0)
-        self._learn(alpha_centi, stats, abs(surprise))
-        features = (
-            stats.kv_hit, stats.emb_hit, stats.hot_share, min(max(surprise, -1.0), 1.0),
-            base / self._largest,
-        )  # fmt: skip
-        applied, mean = self.adapter.propose(features)
-        self._pending = features, applied, mean
-        held, pull = self._pull(alpha_centi / 100, base / 100, stats)
-        residual = held + self.adapter.bounded(pull + applied)
-        return self._decision(alpha_centi, base, 100 * residual)
-
-    def _pull(self, alpha: float, base: float, stats: EpochStats) -> tuple[float, float]:
-        """The adapter's, none while the working set is off its mean: a burst's is gone before alpha is there.
-
-        Half of what it has fallen is left out: a user who has left counts as hot for a window more.
-        """
-        assert self.adapter is not None
-        working_set = stats.working_set
-        if self._mean_working_set < 0.0:
-            self._mean_working_set = working_set
-        off = working_set - self._mean_working_set
-        self._mean_working_set += off / HOT_WINDOW_EPOCHS
-        if not -_SUDDEN <= off <= _SUDDEN:
-            return 0.0, 0.0
-        if off < 0.0:
-            working_set += _FALL * off
-        return self.adapter.pull(alpha, base, working_set, stats.hot_share, stats.kv_hit)
-
-    def _decision(self, alpha_centi: int, base: int, residual_centi: float) -> Decision:
-        wanted = base + residual_centi + self._carry
-        step = round(wanted)
-        self._carry = wanted - step
-        self._commanded = self.config.clip(alpha_centi + step)
-        return Decision(
-            self._commanded,
-            self._reasons[base],
-            {"policy": float(base), "adapter": residual_centi, "recovery": 0.0},
-        )
-
-    def _surprise(self, stats: EpochStats) -> float:
-        """(P99 - EMA) / SLO before the epoch is taken into the EMA; 0 for the first."""
-        if self._ema_ms < 0.0:
-            self._ema_ms = stats.p99_ms
-        difference = stats.p99_ms - self._ema_ms
-        self._ema_ms += EMA_WEIGHT * difference
-        return difference / self.config.slo_ms
-
-    def _learn(self, alpha_centi: int, stats: EpochStats, surprise: float) -> None:
-        """Hand the epoch to the adapter, unless recovery had the say in it."""
-        assert self.adapter is not None
+        if adapter is None:
+            return self._decision(alpha_centi, base, base, 0.0)
         pending, self._pending = self._pending, None
-        if pending is not None and alpha_centi == self._commanded:
-            # Made where it is learnt: the reward goes over all requests.
-            self.adapter.learn(
-                lambda: Sample(*pending, mdp.reward(stats, self.config), surprise, seen(stats))
-            )
+        if self.adapter_frozen:
+            return self._decision(alpha_centi, base, self._frozen_step(base, stats), 0.0)
+        if pending is not None and alpha_centi == self._commanded:  # recovery had no say in it
+            adapter.learn(partial(_sample, pending, stats, self._memory, self.config))
+        step, residual_centi, self._pending, self._memory = adapter.step(
+            self._memory, self.config.slo_ms, alpha_centi, base, stats.kv_hit, stats.emb_hit,
+            stats.hot_share, stats.p99_ms, stats.working_set,
+        )  # fmt: skip
+        return self._decision(alpha_centi, base, step, residual_centi)
+
+    def _frozen_step(self, base: int, stats: EpochStats) -> int:
+        """The policy's step; the adapter's memory goes on."""
+        ema_ms, mean_working_set, carry = self._memory
+        _, ema_ms = surprised(stats.p99_ms, ema_ms, self.config.slo_ms)
+        step, carry = on_grid(base, 0.0, carry)
+        self._memory = ema_ms, mean_working_set, carry
+        return step
+
+    def _decision(self, alpha_centi: int, base: int, step: int, residual_centi: float) -> Decision:
+        self._commanded = self.config.clip(alpha_centi + step)
+        parts = {"policy": float(base), "adapter": residual_centi, "recovery": 0.0}
+        return _decision((self._commanded, self._reasons[base], parts))
+
+
+def _sample(proposed: Proposed, stats: EpochStats, before: Memory, config: MdpConfig) -> Sample:
+    """Made where it is learnt, not in the decision: the reward goes over all requests."""
+    surprise, _ = surprised(stats.p99_ms, before[0], config.slo_ms)
+    return Sample(*proposed, mdp.reward(stats, config), abs(surprise), seen(stats))
 
 
 class LogEntry(NamedTuple):
@@ -287,8 +255,8 @@ class SmartAllocator:
         return None if decision is None else self._noted(decision, stats)
 
     def _noted(self, decision: Decision, stats: EpochStats) -> Decision:
-        alpha_centi = self.config.clip(decision.alpha_centi)
-        if alpha_centi != decision.alpha_centi or len(decision.parts) < len(_NO_PARTS):
+        if len(decision.parts) < len(_NO_PARTS):  # recovery's; the policy's is within the bounds
+            alpha_centi = self.config.clip(decision.alpha_centi)
             decision = Decision(alpha_centi, decision.reason, {**_NO_PARTS, **decision.parts})
         state = State.NORMAL if self.recovery is None else self.recovery.state
         self._log.append((

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+from numba.extending import register_jitable
 from numpy.typing import NDArray
 
 from hlem_env.telemetry import EpochStats
@@ -99,20 +100,22 @@ class Worth(NamedTuple):
     """0 before anything is learnt: then the target is the knee."""
     gain: float = _GAIN
 
-    def target(self, working_set: float, hot_share: float, kv_hit: float) -> tuple[float, bool]:
-        """Where alpha should be, and whether that is the balance, above the knee.
 
-        Args:
-            working_set: KV bytes of the hot users over the pool.
-            hot_share, kv_hit: of the epoch.
-        """
-        unseen, saved, gain = self  # faster than one by one: a decision waits
-        whole = unseen * working_set
-        knee, hit_worth = 1.0 - whole, hot_share * saved
-        if hit_worth <= 0.0:
-            return knee, False
-        balance = _LONG * (1.0 - kv_hit) * gain * whole / hit_worth
-        return (balance, True) if balance > knee else (knee, False)
+@register_jitable
+def target(worth: Worth, working_set: float, hot_share: float, kv_hit: float) -> tuple[float, bool]:
+    """Where alpha should be, and whether that is the balance, above the knee.
+
+    Args:
+        worth: what is learnt.
+        working_set: KV bytes of the hot users over the pool.
+        hot_share, kv_hit: of the epoch.
+    """
+    whole = worth.unseen * working_set
+    knee, hit_worth = 1.0 - whole, hot_share * worth.saved
+    if hit_worth <= 0.0:
+        return knee, False
+    balance = _LONG * (1.0 - kv_hit) * worth.gain * whole / hit_worth
+    return (balance, True) if balance > knee else (knee, False)
 
 
 class WorthLearner:

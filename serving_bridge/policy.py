@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 
 from hlem_env.errors import ArgumentError, ArtefactError, HlemError, require
 from hlem_env.mdp import ACTIONS_CENTI, FEATURES, MdpConfig
-from serving_bridge.actor_network import best, forward
+from serving_bridge.actor_network import STRIDED, UNFIT, best, forward
+from serving_bridge.compiled import entry
 from serving_bridge.durable import replace_file
 
 WEIGHTS_FILE = "policy.safetensors"
@@ -42,7 +43,7 @@ MAX_METADATA_BYTES = 1 << 20
 MAX_LAYERS = 8
 MAX_MAGNITUDE = 1e6
 """Of a weight, and of an observation's sum: beyond any sensible one, and far from an overflow."""
-_FLOAT32 = np.dtype(np.float32)
+_ARRAY, _FLOAT32 = np.ndarray, np.dtype(np.float32)
 PARITY_TOLERANCE = 1e-5
 """Allowed difference to stored logits; times a state's largest logit where that is above 1."""
 MIN_PARITY_VECTORS = 32
@@ -85,6 +86,7 @@ class FrozenPolicy:
     """
 
     __slots__ = (
+        "_best",
         "_document",
         "_folder",
         "_layers",
@@ -153,10 +155,14 @@ class FrozenPolicy:
         Raises:
             ArgumentError: anything else.
         """
-        action: int = best(self._layers, self._checked(observation), MAX_MAGNITUDE)
-        if action < 0:
-            self._refuse(observation)
-        return action
+        action: int = UNFIT
+        if type(observation) is _ARRAY and observation.dtype == _FLOAT32 and observation.ndim == 1:
+            action = self._best(self._layers, observation, MAX_MAGNITUDE)
+        if action >= 0:
+            return action
+        if action == STRIDED:
+            return self.act(observation.copy())
+        self._refuse(observation)
 
     def logits(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
         """Unnormalised log-probabilities of the actions, a new float32 [n_actions].
@@ -168,18 +174,9 @@ class FrozenPolicy:
             ArgumentError: anything else.
         """
         self.act(observation)
-        found: NDArray[np.float32] = forward(self._layers, self._checked(observation))
+        # A copy is contiguous and writable: the one kind of array that is compiled for.
+        found: NDArray[np.float32] = forward(self._layers, observation.copy())
         return found
-
-    def _checked(self, observation: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A copy: contiguous and writable, the one kind of array that was compiled for."""
-        if (
-            type(observation) is not np.ndarray
-            or observation.dtype != _FLOAT32
-            or observation.shape != self._shape
-        ):
-            self._refuse(observation)
-        return observation.copy()
 
     def _refuse(self, observation: object) -> NoReturn:
         allowed = (
@@ -202,6 +199,7 @@ class FrozenPolicy:
             )
             for index in range(len(layers))
         )
+        self._best = entry(best, self._layers, np.zeros(self._shape, np.float32), MAX_MAGNITUDE)
 
     def _check_parity(self, path: Path) -> None:
         inputs = _matrix(self._document, "parity_inputs", len(self.feature_names), path)

@@ -221,14 +221,14 @@ class WithRecovery:
         self.transitions: list[Transition] = []
         self.detector = P99Detector(self.settings, self.config.slo_ms)
         self.watch = BurstWatch(self.settings.watch)
-        self._epoch = self._in_state = self._calm = self._ticks = 0
+        self._epoch = self._since = self._calm = self._ticks = 0
         self._seen: EpochStats | None = None
         self._unasked = 0
         self._asked_centi = -1  # by the last tick, -1 for nothing; the next stats are before it
         self._before_centi = (
             -1
         )  # alpha to go back to after a burst; -1: go on from the one in force
-        self._was_quiet = False  # the last epoch: the watch learns it at the next tick
+        self._quiet: EpochStats | None = None  # the last epoch, where it is learnt at the next tick
         self._given = 0  # towards KV in this burst, hundredths
 
     def reset(self, seed: int) -> None:
@@ -253,27 +253,30 @@ class WithRecovery:
             observation[_ALPHA] = stats.alpha_target
             self._asked_centi = -1
         self._epoch += 1
-        self._in_state += 1
-        self._unasked += 1
-        self._seen = stats if self._seen is None else self._seen.merge(stats)
-        alpha_centi = self._alpha_of(stats)
+        alpha_centi = round(100 * stats.alpha_target)
         if self._watches:
             alpha_centi = self._watch_workload(stats, alpha_centi)
         else:
             alpha_centi = self._watch_p99(stats, alpha_centi)
-        if self.state is not _BURST:
-            self.detector.learn(stats)
-        if self.state is _BURST or (self._watches and self.state is _RECOVERING):
-            if self._unasked >= self.controller.period:
-                self._seen, self._unasked = None, 0
+        state, controller = self.state, self.controller
+        seen = stats if controller.period == 1 else self._gathered(stats)
+        if state is not _NORMAL and (self._watches or state is _BURST):
+            self._learn_quiet()  # the reason tells of it
             return self._moved(alpha_centi, stats)
+        if seen is None:
+            return Decision(alpha_centi, f"between decisions of {controller.name}")
+        if seen is not stats:
+            observation = observe(seen, self.config)[: len(observation)]
+        return controller.decide(observation, seen)
+
+    def _gathered(self, stats: EpochStats) -> EpochStats | None:
+        """The controller's period, merged, bursts or not; None until it is over."""
+        self._seen = stats if self._seen is None else self._seen.merge(stats)
+        self._unasked += 1
         if self._unasked < self.controller.period:
-            return Decision(alpha_centi, f"between decisions of {self.controller.name}")
-        if self.controller.period > 1:
-            observation = observe(self._seen, self.config)[: len(observation)]
-        decision = self.controller.decide(observation, self._seen)
-        self._seen, self._unasked = None, 0
-        return decision
+            return None
+        seen, self._seen, self._unasked = self._seen, None, 0
+        return seen
 
     def _on_tick(self, stats: EpochStats) -> Decision | None:
         self._asked_centi = -1
@@ -297,21 +300,24 @@ class WithRecovery:
         if self.state is _NORMAL:
             if self.detector.surges(stats):
                 self._go(_BURST, stats)
-        elif self.state is _BURST and (calm or self._in_state >= settings.most_epochs):
+        elif self.state is _BURST and (calm or self._epochs_in_state() >= settings.most_epochs):
             self._go(_RECOVERING, stats)
         if self.state is _RECOVERING:
             self._calm = self._calm + 1 if calm else 0
-            if self._calm >= settings.calm_epochs or self._in_state >= settings.most_epochs:
+            if (
+                self._calm >= settings.calm_epochs
+                or self._epochs_in_state() >= settings.most_epochs
+            ):
                 self._go(_NORMAL, stats)
-        if self.state is _BURST and stats.hot_share > settings.hot_share:
+        if self.state is not _BURST:
+            self.detector.learn(stats)
+        elif stats.hot_share > settings.hot_share:
             return alpha_centi - settings.step_centi
         return alpha_centi
 
     def _watch_tick(self, stats: EpochStats, alpha_centi: int, ticks: int = 1) -> int:
         """Show the watch a tick, or several as one; the alpha (hundredths) that it is reason for."""
-        if self._was_quiet:  # not in the decision, which would take longer for it
-            self.watch.learn()
-            self._was_quiet = False
+        self._learn_quiet()
         if self.state is not _BURST:
             if not self.watch.see(stats):
                 return alpha_centi
@@ -329,6 +335,9 @@ class WithRecovery:
             return alpha_centi - self._towards_kv(ticks)
         return alpha_centi
 
+    def _epochs_in_state(self) -> int:
+        return self._epoch - self._since
+
     def _towards_kv(self, ticks: int) -> int:
         """The burst's next move, hundredths: a step at first, then a little each tick, up to a limit."""
         settings = self.settings
@@ -343,18 +352,25 @@ class WithRecovery:
             alpha_centi = self._watch_tick(stats, alpha_centi, TICKS_PER_EPOCH)
         self._ticks = 0
         if self.state is _BURST:
-            if self._in_state < self.settings.most_epochs:
+            if self._epochs_in_state() < self.settings.most_epochs:
                 self.watch.drop()
                 return alpha_centi
             self.watch.relearn()
             self.watch.clear()
             self._before_centi = -1
             self._go(_NORMAL, stats)
-        elif self.state is _RECOVERING and self._in_state >= self.settings.hold_epochs:
+        elif self.state is _RECOVERING and self._epochs_in_state() >= self.settings.hold_epochs:
             self._before_centi = -1
             self._go(_NORMAL, stats)
-        self._was_quiet = True
+        self._quiet = stats
         return alpha_centi
+
+    def _learn_quiet(self) -> None:
+        """Take an epoch outside bursts into both baselines: at the next tick, so that no decision waits."""
+        if self._quiet is not None:
+            self.watch.learn()
+            self.detector.learn(self._quiet)
+            self._quiet = None
 
     def _alpha_of(self, stats: EpochStats) -> int:
         return round(100 * stats.alpha_target)
@@ -371,7 +387,7 @@ class WithRecovery:
         )  # fmt: skip
         self.transitions.append(transition)
         logger.info("%s to %s: %s", self.state.value, state.value, self._say(self.name, stats))
-        self.state, self._in_state, self._calm = state, 0, 0
+        self.state, self._since, self._calm = state, self._epoch, 0
 
     def _say(self, what: str, stats: EpochStats) -> str:
         return (

@@ -7,15 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hlem_env.errors import ArgumentError
+from serving_bridge import residual_network
+from serving_bridge.adapted_step import adapted_step, bounded
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
+from serving_bridge.cache_worth import Worth
 from serving_bridge.residual_network import (
     ascend,
     copied,
     forward,
     initial_weights,
     packed,
-    propose,
 )
+from tests.serving_bridge.proposals import propose
 
 FAST = AdapterSettings(explore=0.01, learning_rate=0.05)
 
@@ -24,20 +27,19 @@ def train(adapter: OnlineAdapter, best: float, epochs: int = 300, seed: int = 0)
     """Epochs whose reward falls with the distance of what was applied to `best`."""
     rng = np.random.default_rng(seed)
     for _ in range(epochs):
-        features = rng.random(5)
-        applied, mean = adapter.propose(features)
+        x, applied, mean = propose(adapter, rng.random(4))
         reward = -((100 * (applied - best)) ** 2)
-        adapter.learn(Sample(tuple(features), applied, mean, reward, 0.5))
+        adapter.learn(Sample(x, applied, mean, reward, 0.5))
 
 
 def means(adapter: OnlineAdapter) -> np.ndarray:
     rng = np.random.default_rng(9)
-    return np.array([adapter.propose(rng.random(5))[1] for _ in range(50)])
+    return np.array([propose(adapter, rng.random(4))[2] for _ in range(50)])
 
 
 def test_untrained_the_mean_is_zero_and_what_is_applied_is_noise() -> None:
     adapter = OnlineAdapter(AdapterSettings(explore=0.01))
-    proposals = np.array([adapter.propose(np.full(5, 0.5)) for _ in range(500)])
+    proposals = np.array([propose(adapter, np.full(4, 0.5))[1:] for _ in range(500)])
     assert (proposals[:, 1] == 0).all()
     assert 0.005 < proposals[:, 0].std() < 0.01
     assert np.abs(proposals[:, 0]).max() == 0.01  # cut there
@@ -50,7 +52,7 @@ def test_noise_is_the_generators_one_after_the_other() -> None:
     )
     for _ in range(2500):
         expected = min(max(0.01 * rng.standard_normal(), -0.01), 0.01)
-        assert adapter.propose((0.5,) * 5) == (expected, 0.0)
+        assert propose(adapter, (0.5,) * 4)[1:] == (expected, 0.0)
 
 
 def test_the_residual_is_that_of_equation_6() -> None:
@@ -60,14 +62,30 @@ def test_the_residual_is_that_of_equation_6() -> None:
     for features in rng.normal(size=(20, 5)):
         hidden = np.tanh(weights.hidden @ features + weights.hidden_bias)
         expected = 0.02 * np.tanh(weights.output @ hidden + weights.output_bias[0])
-        found = propose(packed(weights), tuple(features), 0.02, 0.005, 1e6)
+        found = residual_network.propose(packed(weights), tuple(features), 0.02, 0.005, 1e6)
         assert found == pytest.approx((min(expected + 0.005, 0.02), expected), rel=1e-12)
+
+
+def test_the_compiled_step_is_the_interpreted_one() -> None:
+    rng = np.random.default_rng(6)
+    weights = copied(initial_weights(rng))
+    weights.output[:] = rng.normal(size=16)
+    rows, above = packed(weights), 0
+    for _ in range(300):
+        worth = Worth(1.0 + rng.random(), rng.choice([0.0, 0.5]), 0.06)
+        memory = rng.choice([-1.0, 20.0]), rng.choice([-1.0, 0.4]), rng.uniform(-0.5, 0.5)
+        epoch = *rng.random(3).tolist(), rng.uniform(5.0, 60.0), rng.uniform(0.2, 0.9)
+        args = rows, worth, 0.02, 1.0, 0.001, memory, 30.0, int(rng.integers(10, 91)), -6, *epoch
+        step, residual_centi, *rest = adapted_step(*args)
+        assert (step, residual_centi, *rest) == adapted_step.py_func(*args)
+        above += residual_centi > 2.0
+    assert 0 < above < 300  # a step away from the balance held back, and not
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_what_is_beyond_the_bound_is_the_bound_and_no_number_is_nothing(residual: float) -> None:
     expected = 0.0 if np.isnan(residual) else float(np.clip(residual, -0.02, 0.02))
-    assert OnlineAdapter().bounded(residual) == expected
+    assert bounded(residual, 0.02) == expected
 
 
 @pytest.mark.parametrize("best", [-0.015, 0.015])
@@ -81,10 +99,9 @@ def test_moves_towards_what_is_rewarded(best: float) -> None:
 def test_learns_to_tell_states_apart() -> None:
     adapter, rng = OnlineAdapter(FAST), np.random.default_rng(1)
     for _ in range(800):
-        features = np.array([*rng.random(4), rng.choice([-1.0, 1.0])])
-        applied, mean = adapter.propose(features)
-        adapter.learn(Sample(tuple(features), applied, mean, 100 * applied * features[4], 0.5))
-    low, high = (adapter.propose(np.array([0.5] * 4 + [sign]))[1] for sign in (-1.0, 1.0))
+        x, applied, mean = propose(adapter, rng.random(4), rng.choice([-6, 6]))
+        adapter.learn(Sample(x, applied, mean, 100 * applied * x[4], 0.5))
+    low, high = (propose(adapter, (0.5,) * 4, base_centi)[2] for base_centi in (-6, 6))
     assert low < -0.005 and high > 0.005
 
 
@@ -92,30 +109,27 @@ def test_a_reward_that_says_nothing_leaves_it_near_zero() -> None:
     adapter = OnlineAdapter()
     rng = np.random.default_rng(2)
     for _ in range(200):
-        features = rng.random(5)
-        applied, mean = adapter.propose(features)
-        adapter.learn(Sample(tuple(features), applied, mean, 1.0, 0.5))
+        adapter.learn(Sample(*propose(adapter, rng.random(4)), 1.0, 0.5))
     assert np.abs(means(adapter)).max() == 0.0
 
 
 def test_no_surprise_no_learning() -> None:
     adapter = OnlineAdapter(FAST)
     for i in range(20):
-        applied, mean = adapter.propose(np.full(5, 0.5))
-        adapter.learn(Sample((0.5,) * 5, applied, mean, float(i), 0.0))
+        adapter.learn(Sample(*propose(adapter, (0.5,) * 4), float(i), 0.0))
     assert (means(adapter) == 0).all()
 
 
 @given(
-    features=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=5, max_size=5),
+    four=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=4, max_size=4),
     reward=st.floats(allow_nan=True, allow_infinity=True),
 )
-def test_within_its_bound_whatever_it_is_told(features: list[float], reward: float) -> None:
+def test_within_its_bound_whatever_it_is_told(four: list[float], reward: float) -> None:
     adapter = OnlineAdapter(AdapterSettings(learning_rate=1.0, steps=4))
     for r in (0.0, 1.0, reward, -1.0):
-        applied, mean = adapter.propose(np.array(features))
+        x, applied, mean = propose(adapter, four)
         assert abs(applied) <= 0.02 and abs(mean) <= 0.02
-        adapter.learn(Sample(tuple(features), applied, mean, r, 1.0))
+        adapter.learn(Sample(x, applied, mean, r, 1.0))
     assert all(np.isfinite(array).all() for array in adapter.snapshot)
 
 
@@ -167,7 +181,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
         worth = [
             np.mean(
                 [
-                    s * propose(packed(w), x, 1.0, 0.0, 1e6)[1]
+                    s * residual_network.propose(packed(w), x, 1.0, 0.0, 1e6)[1]
                     for s, x in zip(slopes, features, strict=True)
                 ]
             )
@@ -226,7 +240,7 @@ def test_a_fault_ends_neither_thread_nor_decisions(
     adapter.close()
     assert "could not learn" in caplog.text
     assert adapter.learner.seen == 1
-    adapter.propose(np.zeros(5))
+    propose(adapter, np.zeros(4))
 
 
 def test_settings_are_checked() -> None:

@@ -8,6 +8,7 @@ from serving_bridge import adapter_state
 from serving_bridge.adapter import AdapterSettings, OnlineAdapter, Sample
 from serving_bridge.adapter_state import STATE_FILE, restore_state, save_state
 from serving_bridge.cache_worth import Seen
+from tests.serving_bridge.proposals import propose
 
 POLICY = "ab" * 32
 
@@ -15,10 +16,9 @@ POLICY = "ab" * 32
 def learnt(epochs: int = 12, seed: int = 0) -> OnlineAdapter:
     adapter, rng = OnlineAdapter(AdapterSettings(steps=8), seed=seed), np.random.default_rng(seed)
     for _ in range(epochs):
-        features = rng.random(5)
-        applied, mean = adapter.propose(features)
+        x, applied, mean = propose(adapter, rng.random(4))
         told = Seen(0.5 + 0.1 * rng.random(), 0.4, 200, 800, 0.9, 1.5, 3.5, 0.1)
-        adapter.learn(Sample(tuple(features), applied, mean, applied, 1.0, told))
+        adapter.learn(Sample(x, applied, mean, applied, 1.0, told))
     return adapter
 
 

@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 import weakref
@@ -10,6 +11,7 @@ import pytest
 from agents import smart
 from agents.forecast import PRETRAINED
 from agents.ppo_only import PpoOnly
+from eval.bench_adapter import Constant
 from eval.records import replay, run_record
 from eval.unit import mdp_config
 from hlem_env.backend import Runner, run_controller
@@ -27,19 +29,6 @@ from tests.serving_bridge.made_epochs import stats_of
 POLICY = FrozenPolicy.load(PRETRAINED / smart.SHIPPED)
 SCENARIO = Scenario.parse("burst", episode_epochs=80)
 SEED = 40_003
-
-
-class Steady(OnlineAdapter):
-    """Proposes one residual always."""
-
-    value = 0.004
-
-    def __init__(self) -> None:
-        super().__init__(AdapterSettings(pull=0.0))
-
-    def propose(self, features: np.ndarray) -> tuple[float, float]:
-        self.features = features
-        return self.value, self.value
 
 
 def run(
@@ -115,11 +104,16 @@ def test_a_working_set_that_jumps_does_not_pull() -> None:
 
 
 def test_a_working_set_that_is_no_number_pulls_nowhere() -> None:
-    assert OnlineAdapter().pull(0.5, 0.0, float("nan"), 0.2, 0.2) == (0.0, 0.0)
+    adapted = AdaptedPolicy(
+        POLICY, OnlineAdapter(AdapterSettings(explore=0.0, steps=0)), POLICY.mdp_config
+    )
+    stats = stats_of(working_set_bytes=math.nan)
+    state = observe(stats_of(), POLICY.mdp_config)
+    assert adapted.decide(state, stats).parts["adapter"] == 0.0
 
 
 def test_fractions_of_the_grid_are_carried() -> None:
-    adapted = AdaptedPolicy(POLICY, Steady(), POLICY.mdp_config)
+    adapted = AdaptedPolicy(POLICY, Constant(0.004), POLICY.mdp_config)
     steps = []
     for stats, decision in run(adapted, 60):
         if decision.parts:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hlem_env.mdp import queueing_p99_ms
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate import load
-from serving_bridge.cache_worth import FEWEST, Seen, Worth, WorthLearner, seen
+from serving_bridge.cache_worth import FEWEST, Seen, Worth, WorthLearner, seen, target
 from tests.serving_bridge.made_epochs import stats_of
 
 OUTGROWN = Scenario(population_factor=2.0)
@@ -36,8 +36,8 @@ def rest(scenario: Scenario, hot_share: float) -> tuple[int, np.ndarray]:
         i = round(100 * alpha)
         gain = math.log(miss_ms[i - 3] / miss_ms[i + 3]) / math.log((i + 3) / (i - 3))
         hits = hot_share * min(1.0, (1.0 - alpha) / working_set)
-        target, _ = Worth(1.0, saved, gain).target(working_set, hot_share, hits)
-        alpha += 0.5 * (min(max(target, 0.1), 0.9) - alpha)
+        wanted, _ = target(Worth(1.0, saved, gain), working_set, hot_share, hits)
+        alpha += 0.5 * (min(max(wanted, 0.1), 0.9) - alpha)
     rate = float(scenario.build().workload.load(np.array([hot_share]))[0])
     p99 = np.array([queueing_p99_ms(*m, rate) for m in service.T.tolist()])
     return round(100 * alpha), p99 / p99[10:91].min()
@@ -60,9 +60,9 @@ def test_it_rests_where_the_closed_form_is_best(hot_share: float) -> None:
 def test_the_target_is_never_below_the_knee(
     working_set: float, hot_share: float, kv_hit: float, unseen: float, saved: float
 ) -> None:
-    target, above = Worth(unseen, saved).target(working_set, hot_share, kv_hit)
-    assert target >= 1.0 - unseen * working_set
-    assert above == (target > 1.0 - unseen * working_set)
+    wanted, above = target(Worth(unseen, saved), working_set, hot_share, kv_hit)
+    assert wanted >= 1.0 - unseen * working_set
+    assert above == (wanted > 1.0 - unseen * working_set)
 
 
 def epoch(
@@ -89,7 +89,7 @@ def test_unseen_users_show_in_the_hot_requests_that_miss() -> None:
     for alpha in 40 * (0.60, 0.55, 0.62):
         learner.take(epoch(alpha, reused=min(1.0, (1.0 - alpha) / real)))
     assert learner.worth.unseen == pytest.approx(real / 0.4, rel=0.01)
-    knee, _ = learner.worth.target(0.4, 0.5, 0.4)
+    knee, _ = target(learner.worth, 0.4, 0.5, 0.4)
     assert knee == pytest.approx(1.0 - real, abs=0.01)
     # All hit with less KV than that: it was too much.
     learner.take(epoch(0.56))
@@ -114,4 +114,4 @@ def test_what_tells_nothing_is_not_learnt() -> None:
     for stats in (few, equal, stats_of(requests=0), *(stats_of(i, 500) for i in range(20))):
         learner.take(seen(stats))  # the last ones: hot requests are as long as cold ones
     assert learner.worth == Worth()
-    assert learner.worth.target(0.4, 0.2, 0.2) == (0.6, False)
+    assert target(learner.worth, 0.4, 0.2, 0.2) == (0.6, False)

@@ -190,6 +190,17 @@ def quiet(agent: WithRecovery, epochs: int = 5) -> None:
         run_ticks(agent, [0.15] * 10)
 
 
+def test_an_epoch_is_in_the_baseline_of_p99_by_the_next_tick() -> None:
+    watching_it, by_p99 = watching(), WithRecovery(Counting(), RecoverySettings())
+    for p99 in (20.0, 24.0, 22.0):
+        stats = make_stats([p99] * 100, is_hot=np.arange(100) < 15, alpha_target=0.6)
+        for agent in (watching_it, by_p99):
+            agent.decide(np.zeros(8, np.float32), stats)
+    watching_it.on_tick(make_stats([20.0] * 100))
+    assert watching_it.detector.ema_ms == by_p99.detector.ema_ms
+    assert watching_it.detector.sigma_ms == by_p99.detector.sigma_ms
+
+
 def test_steps_at_once_and_returns_when_the_burst_is_over() -> None:
     agent = watching()
     quiet(agent)
