@@ -166,13 +166,14 @@ class MilpPlanner:
         moments = service_moments(
             distinct_curve(catalogue.rows_per_table, catalogue.zipf),
             hardware.compute_table(node.layers, config.max_history_tokens + catalogue.candidates),
-            hot_share, working_set * node.pool_pages, float(node.pool_pages),
+            np.array([hot_share]), np.array([working_set * node.pool_pages]),
+            float(node.pool_pages),
             node.page_bytes / catalogue.row_bytes / catalogue.tables, tokens,
             float(config.new_items), float(catalogue.candidates), float(catalogue.tables),
             hardware.overhead_ms, hardware.append_tokens,
             catalogue.row_bytes / hardware.gather_gbps * 1e-6,
             2 * catalogue.row_bytes / hardware.hbm_gbps * 1e-6,
-        )[:, self._points]  # fmt: skip
+        )[0][:, self._points]  # fmt: skip
         return np.array([queueing_p99_ms(mean, square, rate) for mean, square in moments.T])
 
     def decide(self, observation: NDArray[np.float32], stats: EpochStats) -> Decision:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -99,7 +100,11 @@ class Args:
 
 def design_point(scenario: Scenario) -> int:
     """The best static alpha (hundredths) on Steady of the same preset: what an operator would set."""
-    steady = replace(scenario, regime="steady", trace=None)
+    return _best_static(replace(scenario, regime="steady", trace=None))
+
+
+@lru_cache
+def _best_static(steady: Scenario) -> int:
     backend = steady.build()
     total = np.zeros(len(GRID))
     for seed in DESIGN_SEEDS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from hlem_env import mdp
 from hlem_env.backend import Backend, Runner
+from hlem_env.env_group import EnvGroup, ForkedGroup, Info, Observation, Step
 from hlem_env.errors import ArgumentError, require, require_choice, require_number
 from hlem_env.live.config import LiveConfig
 from hlem_env.live_scenario import live_backend, live_scenario
@@ -24,9 +27,6 @@ from hlem_env.rendering import History, draw_frame, draw_text
 from hlem_env.scenario import Scenario, TrainingDomain
 from hlem_env.surrogate.load import Optimum
 from hlem_env.telemetry import EpochStats
-
-Observation = NDArray[np.float32]
-Info = dict[str, Any]
 
 BACKENDS = ("surrogate", "live")
 DEFAULT_SLO_MS = 30.0
@@ -219,11 +219,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         """Move alpha by `ACTIONS_CENTI[action]` hundredths and run one epoch."""
         if self._runner is None or self._runner.alpha_centi < 0:
             raise gym.error.ResetNeeded("call reset() before step()")
-        if not self.action_space.contains(action):
-            raise ArgumentError(
-                "action", action, f"a whole number from 0 to {len(mdp.ACTIONS_CENTI) - 1}"
-            )
-        stats = self._runner.step(self._runner.alpha_centi + mdp.ACTIONS_CENTI[int(action)])
+        stats = self._runner.step(self._runner.alpha_centi + _step_centi(action))
         self._epoch += 1
         info = self._after(stats)
         reward = mdp.reward(stats, self.config)
@@ -253,6 +249,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
             self._runner.backend.close()
         self._runner = Runner(self._make_backend(self.scenario), self.config)
         self._optimum = None if self._is_live else self.scenario.optimum()
+        self._star = (-1.0, -1.0)  # of which hot share, and the optimum there
 
     @property
     def _node(self) -> Backend | None:
@@ -287,8 +284,11 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         share = getattr(getattr(self._node, "workload", None), "hot_share", None)
         if share is None or self._optimum is None:
             return -1.0
-        shares, best = self._optimum
-        return self.config.clip(round(float(np.interp(share, shares, best.alpha_centi)))) / 100
+        if share != self._star[0]:
+            shares, best = self._optimum
+            nearest = round(float(np.interp(share, shares, best.alpha_centi)))
+            self._star = share, self.config.clip(nearest) / 100
+        return self._star[1]
 
     def _reference(self, stats: EpochStats) -> float:
         """Smooth reward at the closed form's optimum for the requests that the epoch happened to have.
@@ -312,6 +312,9 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
         num_envs: at least 1.
         autoreset_mode: "NextStep" (the step after an episode's end resets) or "SameStep" (the last
             step resets at once and puts the last state into `final_obs` and `final_info`).
+        processes: that share the environments out, this one among them. The results do not depend on
+            it. More than one need an operating system that forks, and the surrogate.
+        workloads: [num_envs] workloads, in place of one `workload` for all.
         **arguments: those of HBMPartitionEnv.
     """
 
@@ -325,22 +328,32 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
         self,
         num_envs: int = 1,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        processes: int = 1,
+        workloads: Sequence[Any] | None = None,
         **arguments: Any,
     ) -> None:
         require_number("num_envs", num_envs, whole=True)
         require(1 <= num_envs <= 10_000, "num_envs", num_envs, "1 to 10,000")
         name = autoreset_mode.value if isinstance(autoreset_mode, AutoresetMode) else autoreset_mode
         require_choice("autoreset_mode", name, ("NextStep", "SameStep"))
+        require_number("processes", processes, whole=True)
+        most = 1 if arguments.get("backend") == "live" else num_envs
+        require(1 <= processes <= most, "processes", processes, f"1 to {most}")
         self.autoreset_mode = AutoresetMode(name)
         self.num_envs = num_envs
-        self.envs = [HBMPartitionEnv(**arguments) for _ in range(num_envs)]
+        each = [{}] * num_envs if workloads is None else [{"workload": w} for w in workloads]
+        require(len(each) == num_envs, "workloads", workloads, f"{num_envs} of them")
+        self.envs = [HBMPartitionEnv(**arguments, **one) for one in each]
         self.render_mode = self.envs[0].render_mode
         self.metadata = {**self.metadata, "autoreset_mode": self.autoreset_mode}
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._ended = np.zeros(num_envs, np.bool_)
+        edges = [num_envs * i // processes for i in range(processes + 1)]
+        self._parts = [slice(*pair) for pair in pairwise(edges)]  # of each process, this one first
+        groups = [EnvGroup(self.envs[part], name == "SameStep") for part in self._parts]
+        self._own, self._forked = groups[0], [ForkedGroup(group) for group in groups[1:]]
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -353,8 +366,10 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
         else:
             seeds = [None] * self.num_envs if seed is None else list(seed)
         require(len(seeds) == self.num_envs, "seed", seed, f"a number or {self.num_envs} of them")
-        results = [env.reset(seed=s) for env, s in zip(self.envs, seeds, strict=True)]
-        self._ended[:] = False
+        # This process first: what numba compiles now, the forked ones need not.
+        results = self._own.reset(seeds[self._parts[0]])
+        self._begin("reset", seeds)
+        results += self._answers()
         return np.stack([r[0] for r in results]), _stack_infos([r[1] for r in results])
 
     def step(
@@ -362,43 +377,72 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
     ) -> tuple[Observation, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_], Info]:
         """One epoch in each, by actions [num_envs]."""
         require(len(actions) == self.num_envs, "actions", actions, f"{self.num_envs} of them")
-        observations = np.empty((self.num_envs, *self.single_observation_space.shape), np.float32)  # type: ignore[misc]
-        rewards = np.zeros(self.num_envs)
-        truncations = np.zeros(self.num_envs, np.bool_)
-        infos: list[Info] = []
-        last: dict[int, tuple[Observation, Info]] = {}
-        for i, (env, action) in enumerate(zip(self.envs, actions, strict=True)):
-            if self._ended[i]:
-                observations[i], info = env.reset()
-            else:
-                observations[i], rewards[i], _, truncations[i], info = env.step(action)
-                if truncations[i] and self.autoreset_mode == AutoresetMode.SAME_STEP:
-                    last[i] = (observations[i].copy(), info)
-                    observations[i], info = env.reset()
-            infos.append(info)
-        if self.autoreset_mode == AutoresetMode.NEXT_STEP:
-            self._ended = truncations.copy()
-        stacked = _stack_infos(infos)
-        for i, (observation, info) in last.items():
-            stacked = self._add_info(stacked, {"final_obs": observation, "final_info": info}, i)
-        terminations = np.zeros(self.num_envs, np.bool_)
-        return observations, rewards, terminations, truncations, stacked
+        self._begin("step", actions)
+        try:
+            steps: list[Step] = self._own.step(actions[self._parts[0]])
+        finally:
+            others = self._answers()
+        steps += others
+        infos = _stack_infos([step.info for step in steps])
+        for i, step in enumerate(steps):
+            if step.last is not None:
+                final = dict(zip(("final_obs", "final_info"), step.last, strict=True))
+                infos = self._add_info(infos, final, i)
+        return (
+            np.stack([step.observation for step in steps]),
+            np.array([step.reward for step in steps]),
+            np.zeros(self.num_envs, np.bool_),
+            np.array([step.truncated for step in steps]),
+            infos,
+        )
 
     def render(self) -> tuple[Any, ...] | None:
         """One frame an environment."""
-        return tuple(env.render() for env in self.envs)
+        self._begin("render")
+        return (*self._own.render(), *self._answers())
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close every environment's backend."""
+        """End the other processes and close every environment's backend."""
+        for group in self._forked:
+            group.close()
         for env in self.envs:
             env.close()
+
+    def _begin(self, method: str, *arguments: Sequence[Any] | NDArray[Any]) -> None:
+        """Have the other processes call a method of their groups, with their parts of the arguments."""
+        for group, part in zip(self._forked, self._parts[1:], strict=True):
+            group.begin(method, *(argument[part] for argument in arguments))
+
+    def _answers(self) -> list[Any]:
+        """What the other processes answer, an entry for each of their environments."""
+        # Of all before any error is raised: an answer that is left would be taken for the next one's.
+        answers = [group.answer() for group in self._forked]
+        results: list[Any] = []
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+            results += answer
+        return results
 
 
 def _stack_infos(infos: list[Info]) -> Info:
     """Infos of all sub-environments as Gymnasium wants them: arrays [num_envs] and their masks."""
-    stacked: Info = {key: np.array([info[key] for info in infos]) for key in infos[0]}
+    columns = zip(*(info.values() for info in infos), strict=True)
+    stacked: Info = dict(zip(infos[0], map(np.array, columns), strict=True))
     present = {f"_{key}": np.ones(len(infos), np.bool_) for key in infos[0]}
     return stacked | present
+
+
+def _step_centi(action: np.int64 | int) -> int:
+    """The action's step of alpha, hundredths."""
+    try:
+        number = operator.index(action)
+    except TypeError:
+        number = -1
+    if not 0 <= number < len(mdp.ACTIONS_CENTI):
+        allowed = f"a whole number from 0 to {len(mdp.ACTIONS_CENTI) - 1}"
+        raise ArgumentError("action", action, allowed)
+    return mdp.ACTIONS_CENTI[number]
 
 
 def _centi(name: str, share: float) -> int:

@@ -181,7 +181,7 @@ class EpochStats:
                 merged[field.name] = theirs
         return EpochStats(**merged)  # type: ignore[arg-type]
 
-    @property
+    @derived
     def requests(self) -> int:
         """Requests that completed."""
         return int(self.latency_ms.size)

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import hlem_env
 from agents.actor_critic import ActorCritic
+from hlem_env.env import HBMPartitionVectorEnv
 from hlem_env.errors import ArgumentError, ArtefactError, require
 from hlem_env.machine import git_revision
 from hlem_env.mdp import ACTIONS_CENTI, MdpConfig
@@ -74,6 +75,8 @@ class Args:
     """environment steps (epochs of the node)"""
     num_envs: int = 16
     """parallel environments"""
+    processes: int = 2 if sys.platform == "linux" else 1
+    """forked processes that share them out; the result does not depend on it"""
     num_steps: int = 128
     """steps of each environment in a rollout"""
     warmup_steps: int = 256
@@ -168,27 +171,28 @@ class Acts(Protocol):
     """What an evaluation needs of a network."""
 
     def act(self, obs: torch.Tensor, /) -> torch.Tensor:
-        """Action index of a state."""
+        """Action indices [n] of states [n, n_features]."""
 
 
 def rollout_p99(args: Args, scenarios: list[Scenario], agent: Acts | None) -> NDArray[Any]:
     """Mean P99 [scenarios] of one episode each; without an agent alpha follows the closed form."""
-    p99 = np.zeros(len(scenarios))
-    for i, scenario in enumerate(scenarios):
-        env = gym.make(hlem_env.ENV_ID, workload=scenario, features=args.features)
-        observation, info = env.reset(seed=10_000 + i)
-        truncated, total, steps = False, 0.0, 0
-        while not truncated:
-            if agent is not None:
-                action = int(agent.act(torch.from_numpy(observation)))
-            else:
-                wanted = round(100 * (info["alpha_star"] - info["alpha"]))
-                action = int(np.argmin([abs(wanted - step) for step in ACTIONS_CENTI]))
-            observation, _, _, truncated, info = env.step(action)
-            total, steps = total + info["p99_ms"], steps + 1
-        p99[i] = total / steps
-        env.close()
-    return p99
+    count = len(scenarios)
+    envs = HBMPartitionVectorEnv(
+        count, workloads=scenarios, features=args.features, processes=min(args.processes, count)
+    )
+    observations, infos = envs.reset(seed=10_000)
+    total, steps, truncated = np.zeros(count), 0, np.zeros(count, np.bool_)
+    while not truncated.all():  # all at once: their episodes are equally long
+        if agent is not None:
+            with torch.inference_mode():
+                actions = agent.act(torch.from_numpy(observations)).numpy()
+        else:
+            wanted = np.rint(100 * (infos["alpha_star"] - infos["alpha"]))
+            actions = np.abs(wanted[:, None] - ACTIONS_CENTI).argmin(axis=1)
+        observations, _, _, truncated, infos = envs.step(actions)
+        total, steps = total + infos["p99_ms"], steps + 1
+    envs.close()
+    return total / steps
 
 
 def save_checkpoint(
@@ -243,6 +247,11 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
     return progress
 
 
+def mean_entropy(logp: torch.Tensor) -> torch.Tensor:
+    """Mean entropy of distributions, given as log-probabilities [n, actions]."""
+    return -(logp.exp() * logp).sum(-1).mean()
+
+
 def train(args: Args) -> Path:
     """Run the training; returns the policy's folder."""
     require(args.total_timesteps >= args.num_envs * args.num_steps, "total_timesteps",
@@ -261,12 +270,13 @@ def train(args: Args) -> Path:
         gym.make_vec(
             hlem_env.ENV_ID, args.num_envs, workload=workload, features=args.features,
             reward=args.reward, kv_policy=args.kv_policy, hardware=args.hardware,
-            autoreset_mode="SameStep",
+            autoreset_mode="SameStep", processes=min(args.processes, args.num_envs),
         )
     )  # fmt: skip
     config: MdpConfig = envs.unwrapped.envs[0].config  # type: ignore[attr-defined]
     agent = ActorCritic(len(config.feature_names), generator=generator)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    parameters = list(agent.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=args.learning_rate, eps=1e-5, fused=True)
     progress: dict[str, Any] = {"iteration": 0, "best": None, "episodes": 0, "args": plain(args)}
     if args.resume:
         progress = load_checkpoint(args, agent, optimizer)
@@ -303,11 +313,12 @@ def train(args: Args) -> Path:
             progress["best"] = ratio
             export(args, agent, config, progress)
 
+    # Arrays, not tensors: a rollout is many small steps, and torch takes longer for each.
     shape = (args.num_steps, args.num_envs)
-    obs = torch.zeros((*shape, len(config.feature_names)))
-    actions = torch.zeros(shape, dtype=torch.int64)
-    logprobs, rewards, dones, values = (torch.zeros(shape) for _ in range(4))
-    next_obs = torch.from_numpy(envs.reset(seed=1_000_000 + 1000 * args.seed + first)[0])
+    obs = np.zeros((*shape, len(config.feature_names)), np.float32)
+    actions = np.zeros(shape, np.int64)
+    rewards, dones = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    next_obs = envs.reset(seed=1_000_000 + 1000 * args.seed + first)[0]
     start, bar = (
         time.time(),
         tqdm(total=num_iterations, initial=first, unit="rollout", disable=None),
@@ -324,12 +335,8 @@ def train(args: Args) -> Path:
             for step in range(args.num_steps):
                 obs[step] = next_obs
                 with torch.inference_mode():
-                    logits = agent.logits(next_obs)
-                    values[step] = agent.value(next_obs)
-                    action = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-                    logprobs[step] = logits.log_softmax(-1).gather(1, action).squeeze(1)
-                actions[step] = action.squeeze(1)
-                observation, reward, terminated, truncated, infos = envs.step(actions[step].numpy())
+                    actions[step] = agent.act(torch.from_numpy(next_obs), generator).numpy()
+                next_obs, reward, terminated, truncated, infos = envs.step(actions[step])
                 done = terminated | truncated
                 if done.any():
                     returns += infos["episode"]["r"][done].tolist()
@@ -338,24 +345,27 @@ def train(args: Args) -> Path:
                     if done.any():
                         reference[done] = infos["final_info"]["reward_reference"][done]
                     reward = reward - reference
-                rewards[step] = torch.as_tensor(args.reward_scale * reward, dtype=torch.float32)
+                rewards[step] = args.reward_scale * reward
                 if truncated.any():
                     final = torch.from_numpy(np.stack(infos["final_obs"][truncated]))
                     with torch.inference_mode():
-                        rewards[step, torch.from_numpy(truncated)] += args.gamma * agent.value(
-                            final
-                        )
-                dones[step] = torch.as_tensor(done, dtype=torch.float32)
-                next_obs = torch.from_numpy(observation)
+                        rewards[step, truncated] += args.gamma * agent.value(final).numpy()
+                dones[step] = done
                 slo["p99_ms"].append(float(infos["p99_ms"].mean()))
                 slo["qos"].append(float(infos["qos"].mean()))
                 slo["alpha_gap"].append(float(np.abs(infos["alpha"] - infos["alpha_star"]).mean()))
 
-            # Generalised advantage estimation.
-            advantages = torch.zeros(shape)
+            # The agent is still the one that acted: one pass over all steps is faster than many.
             with torch.inference_mode():
-                next_value = agent.value(next_obs)
-            last_gae = torch.zeros(args.num_envs)
+                states = torch.from_numpy(obs)
+                values = agent.value(states).numpy()
+                next_value = agent.value(torch.from_numpy(next_obs)).numpy()
+                every_logprob = agent.logits(states).log_softmax(-1).numpy()
+            logprobs = np.take_along_axis(every_logprob, actions[..., None], axis=-1)[..., 0]
+
+            # Generalised advantage estimation.
+            advantages = np.zeros(shape, np.float32)
+            last_gae = np.zeros(args.num_envs, np.float32)
             for t in reversed(range(args.num_steps)):
                 following = next_value if t == args.num_steps - 1 else values[t + 1]
                 live = 1.0 - dones[t]
@@ -364,34 +374,33 @@ def train(args: Args) -> Path:
                 advantages[t] = last_gae
             targets = advantages + values
             if args.center_advantages:
-                advantages -= advantages.mean(dim=0, keepdim=True)
+                advantages -= advantages.mean(axis=0)
 
             # Update.
-            flat = (obs.reshape(batch_size, -1), actions.reshape(-1), logprobs.reshape(-1),
-                    advantages.reshape(-1), targets.reshape(-1))  # fmt: skip
-            clipfracs: list[float] = []
+            flat = [
+                torch.from_numpy(x.reshape(batch_size, *x.shape[2:]))
+                for x in (obs, actions, logprobs, advantages, targets)
+            ]
+            clipfracs: list[torch.Tensor] = []
             for _ in range(args.update_epochs):
                 order = torch.from_numpy(shuffle.permutation(batch_size))
-                for begin in range(0, batch_size, minibatch_size):
-                    o, a, old, adv, target = (
-                        x[order[begin : begin + minibatch_size]] for x in flat
-                    )
+                shuffled = (torch.split(x[order], minibatch_size) for x in flat)
+                for o, a, old, adv, target in zip(*shuffled, strict=True):
                     logp = agent.logits(o).log_softmax(-1)
                     logratio = logp.gather(1, a[:, None]).squeeze(1) - old
                     ratio = logratio.exp()
                     adv = (adv - adv.mean()) / (adv.std() + 1e-8)
                     clipped = torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-                    pg_loss = torch.max(-adv * ratio, -adv * clipped).mean()
-                    v_loss = 0.5 * ((agent.value(o) - target) ** 2).mean()
-                    entropy = -(logp.exp() * logp).sum(-1).mean()
-                    loss = pg_loss - left * args.ent_coef * entropy + args.vf_coef * v_loss
+                    pg_loss = -torch.min(adv * ratio, adv * clipped).mean()
+                    v_loss = 0.5 * nn.functional.mse_loss(agent.value(o), target)
+                    loss = pg_loss + args.vf_coef * v_loss
+                    if args.ent_coef > 0:  # no gradient of a bonus that counts for nothing
+                        loss = loss - left * args.ent_coef * mean_entropy(logp)
                     optimizer.zero_grad()
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                     optimizer.step()
-                    with torch.no_grad():
-                        approx_kl = ((ratio - 1) - logratio).mean().item()
-                        clipfracs.append(((ratio - 1).abs() > args.clip_coef).float().mean().item())
+                    clipfracs.append(((ratio.detach() - 1).abs() > args.clip_coef).float().mean())
 
             global_step = iteration * batch_size
             progress |= {"iteration": iteration, "episodes": progress["episodes"] + len(returns)}
@@ -403,9 +412,9 @@ def train(args: Args) -> Path:
                 charts__episodes=progress["episodes"],
                 losses__value_loss=v_loss.item(),
                 losses__policy_loss=pg_loss.item(),
-                losses__entropy=entropy.item(),
-                losses__approx_kl=approx_kl,
-                losses__clipfrac=float(np.mean(clipfracs)),
+                losses__entropy=mean_entropy(logp).item(),
+                losses__approx_kl=((ratio - 1) - logratio).mean().item(),
+                losses__clipfrac=torch.stack(clipfracs).mean().item(),
                 losses__explained_variance=explained,
                 **({"charts__episodic_return": float(np.mean(returns))} if returns else {}),
                 **{f"slo__{name}": float(np.mean(series)) for name, series in slo.items()},

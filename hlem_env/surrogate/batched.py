@@ -438,10 +438,10 @@ class BatchedBackend(SurrogateBackend):
         self._waiting = None
         return p99_ms
 
-    def save(self) -> NodeState:
-        """The state at this moment: queue, caches, clock. The workload's is not part of it."""
+    def save(self, spare: NodeState | None = None) -> NodeState:
+        """As that of the plain surrogate."""
         more = (self._batching.copy(), self._opened.copy(), self._pages_before, self._last_p99_ms)
-        return super().save()._replace(more=more)
+        return super().save(spare)._replace(more=more)
 
     def restore(self, state: NodeState) -> None:
         """Go back to a saved state of this node or a twin."""

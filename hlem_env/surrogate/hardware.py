@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -68,23 +69,14 @@ class HardwareProfile:
             ArgumentError: no such profile; lists the shipped ones.
             ArtefactError: the file is not a profile.
         """
-        shipped = resources.files("hlem_env.surrogate") / "profiles"
-        names = sorted(p.name[:-5] for p in shipped.iterdir() if p.name.endswith(".json"))
-        allowed_kind = isinstance(name_or_path, str | Path)
-        if allowed_kind and str(name_or_path) in names:
-            data = (shipped / f"{name_or_path}.json").read_bytes()
-        elif allowed_kind and Path(name_or_path).is_file():
-            data = Path(name_or_path).read_bytes()
-        else:
-            allowed = "one of " + ", ".join(names) + ", or the path of a profile's JSON file"
-            raise ArgumentError("hardware", str(name_or_path), allowed)
-        try:
-            values: dict[str, Any] = json.loads(data)
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            known = {one.name for one in fields(HardwareProfile)}
-            return (NodeProfile if values.keys() - known else HardwareProfile)(**values)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ArtefactError(f"{name_or_path} is not a hardware profile: {error}") from error
+        shipped = _shipped()
+        if isinstance(name_or_path, str | Path):
+            if str(name_or_path) in shipped:
+                return shipped[str(name_or_path)]
+            if Path(name_or_path).is_file():
+                return _parse(name_or_path, Path(name_or_path).read_bytes())
+        allowed = "one of " + ", ".join(shipped) + ", or the path of a profile's JSON file"
+        raise ArgumentError("hardware", str(name_or_path), allowed)
 
     def scaled(
         self, compute: float = 1.0, gather: float = 1.0, hbm: float = 1.0
@@ -213,6 +205,24 @@ class NodeProfile(HardwareProfile):
             ahead_ms=self.ahead_ms * factor,
             after_idle_ms=tuple(factor * v for v in self.after_idle_ms),
         )
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> dict[str, HardwareProfile]:
+    """The shipped profiles by name: read once, as every reset of a random scenario asks for one."""
+    folder = resources.files("hlem_env.surrogate") / "profiles"
+    files = {p.name[:-5]: p.read_bytes() for p in folder.iterdir() if p.name.endswith(".json")}
+    return {name: _parse(name, files[name]) for name in sorted(files)}
+
+
+def _parse(name_or_path: str | Path, data: bytes) -> HardwareProfile:
+    try:
+        values: dict[str, Any] = json.loads(data)
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        known = {one.name for one in fields(HardwareProfile)}
+        return (NodeProfile if values.keys() - known else HardwareProfile)(**values)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ArtefactError(f"{name_or_path} is not a hardware profile: {error}") from error
 
 
 def _extrapolate(

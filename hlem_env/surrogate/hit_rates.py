@@ -59,9 +59,9 @@ def distinct_curve(rows_per_table: int, zipf: float, hashed: bool = False) -> Cu
     probability = weight / weight.sum() / count
     y = np.arange(_LAST_OCTAVE * POINTS_PER_OCTAVE + 1) / POINTS_PER_OCTAVE
     x = np.exp2(y) - 1.0
-    decay = np.exp(-np.minimum(np.outer(x, probability), 700.0))
-    rows = (-np.expm1(-np.minimum(np.outer(x, probability), 700.0))) @ count
-    miss = np.minimum(decay @ (probability * count), 1.0)  # the sum of probabilities rounds
+    exponent = -np.minimum(np.outer(x, probability), 700.0)
+    rows = -np.expm1(exponent) @ count
+    miss = np.minimum(np.exp(exponent) @ (probability * count), 1.0)  # their sum rounds
     if hashed:
         untouched = np.exp(-rows / rows_per_table)
         rows, miss = -rows_per_table * np.expm1(-rows / rows_per_table), miss * untouched

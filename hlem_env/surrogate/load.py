@@ -48,42 +48,59 @@ class Optimum(NamedTuple):
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def service_moments(  # type: ignore[no-untyped-def]
-    curve, compute, hot_share, hot_pages, pool_pages, rows_per_page, history, new_items,
+    curve, compute, hot_shares, hot_pages, pool_pages, rows_per_page, history, new_items,
     candidates, tables, overhead_ms, append_tokens, missed_row_ms, resident_row_ms,
 ):  # fmt: skip
-    """Mean and second moment of the service time [2, 101] at every alpha, in closed form.
+    """Mean and second moment of the service time [n, 2, 101] at every alpha, in closed form.
 
     Hot users fill the KV cache first and nobody else's entries are reused.
 
     Args:
         curve, compute: of `hit_rates.distinct_curve` and `HardwareProfile.compute_table`.
-        hot_share: of requests.
-        hot_pages, pool_pages: pages of the hot users' entries and of the pool.
+        hot_shares: [n] of requests.
+        hot_pages: [n] of the hot users' entries.
+        pool_pages: of the pool.
         rows_per_page: rows of one table for a page, all tables having as many.
         history, new_items, candidates: tokens of a request.
         tables: embedding tables.
         overhead_ms, append_tokens: of the hardware profile.
         missed_row_ms, resident_row_ms: to read a row from the host and from HBM.
     """
-    moments = np.empty((2, 101))
-    tokens = np.array([new_items + candidates, history + candidates])
-    cost = np.empty(2)
+    moments = np.empty((hot_shares.size, 2, 101))
+    cost = np.empty(2)  # of a request whose history is reused, and of one whose is not
     for alpha in range(101):
         reach = draws_to_fill(curve, pool_pages * alpha / 100 * rows_per_page)
         missing = miss_probability(curve, reach)
         held = distinct_rows(curve, reach)
         for i in range(2):
-            missed = distinct_rows(curve, reach + tokens[i]) - held
+            tokens = (new_items if i == 0 else history) + candidates
+            missed = distinct_rows(curve, reach + tokens) - held
             cost[i] = (
                 overhead_ms
-                + compute_ms(compute, append_tokens, tokens[i], history + candidates)
-                + tables * (missed * missed_row_ms + tokens[i] * (1 - missing) * resident_row_ms)
+                + compute_ms(compute, append_tokens, tokens, history + candidates)
+                + tables * (missed * missed_row_ms + tokens * (1 - missing) * resident_row_ms)
             )
         kv_pages = pool_pages * (100 - alpha) / 100
-        reused = hot_share * min(1.0, kv_pages / hot_pages) if hot_pages > 0 else 0.0
-        moments[0, alpha] = reused * cost[0] + (1.0 - reused) * cost[1]
-        moments[1, alpha] = reused * cost[0] ** 2 + (1.0 - reused) * cost[1] ** 2
+        for i in range(hot_shares.size):
+            fits = min(1.0, kv_pages / hot_pages[i]) if hot_pages[i] > 0 else 0.0
+            reused = hot_shares[i] * fits
+            moments[i, 0, alpha] = reused * cost[0] + (1.0 - reused) * cost[1]
+            moments[i, 1, alpha] = reused * cost[0] ** 2 + (1.0 - reused) * cost[1] ** 2
     return moments
+
+
+@numba.njit(cache=True, nogil=True)
+def _least_p99(moments, requests_per_s):  # type: ignore[no-untyped-def]
+    """The alpha [n] of the least P99 of the queue, of moments [n, 2, 101] and rates [n]."""
+    best = np.zeros(requests_per_s.size, np.int64)
+    for i in range(requests_per_s.size):
+        least_ms = np.inf
+        for alpha in range(moments.shape[2]):
+            mean_ms, square_ms2 = moments[i, 0, alpha], moments[i, 1, alpha]
+            p99_ms = queueing_p99_ms(mean_ms, square_ms2, requests_per_s[i])
+            if p99_ms < least_ms:
+                least_ms, best[i] = p99_ms, alpha
+    return best
 
 
 def estimate_optimum(
@@ -114,12 +131,7 @@ def _estimate(
     if load is None:
         best = moments[:, 0].argmin(axis=1)
     else:
-        rates = load(np.array(hot_share))
-        p99 = [
-            [queueing_p99_ms(mean, square, rate) for mean, square in zip(*m, strict=True)]
-            for m, rate in zip(moments.tolist(), rates.tolist(), strict=True)
-        ]
-        best = np.array(p99).argmin(axis=1)
+        best = _least_p99(moments, load(np.array(hot_share)))
     rows = np.arange(best.size)
     return Optimum(best, moments[rows, 0, best], moments[rows, 1, best])
 
@@ -132,21 +144,17 @@ def _closed_form(
     catalogue = config.catalogue
     compute = hardware.compute_table(node.layers, config.max_history_tokens + catalogue.candidates)
     entry = node.kv_pages(int(config.mean_history_tokens))
-    users = config.hot_users(np.array(hot_share))
-    return np.stack(
-        [
-            service_moments(
-                distinct_curve(catalogue.rows_per_table, catalogue.zipf), compute, share,
-                float(hot * entry), float(node.pool_pages),
-                node.page_bytes / catalogue.row_bytes / catalogue.tables,
-                float(config.mean_history_tokens), float(config.new_items),
-                float(catalogue.candidates), float(catalogue.tables), hardware.overhead_ms,
-                hardware.append_tokens, catalogue.row_bytes / hardware.gather_gbps * 1e-6,
-                2 * catalogue.row_bytes / hardware.hbm_gbps * 1e-6,
-            )
-            for share, hot in zip(hot_share, users, strict=True)
-        ]
+    shares = np.array(hot_share)
+    moments: NDArray[np.float64] = service_moments(
+        distinct_curve(catalogue.rows_per_table, catalogue.zipf), compute, shares,
+        config.hot_users(shares) * float(entry), float(node.pool_pages),
+        node.page_bytes / catalogue.row_bytes / catalogue.tables,
+        float(config.mean_history_tokens), float(config.new_items),
+        float(catalogue.candidates), float(catalogue.tables), hardware.overhead_ms,
+        hardware.append_tokens, catalogue.row_bytes / hardware.gather_gbps * 1e-6,
+        2 * catalogue.row_bytes / hardware.hbm_gbps * 1e-6,
     )  # fmt: skip
+    return moments
 
 
 def estimate_load(
@@ -161,6 +169,7 @@ def estimate_load(
     return LoadCurve(HOT_SHARES, tuple(float(1000 * utilisation / s) for s in service), "estimate")
 
 
+@lru_cache(maxsize=256)
 def load_curve(
     config: RegimeConfig,
     node: NodeConfig,

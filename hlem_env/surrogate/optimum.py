@@ -237,6 +237,8 @@ def reachable(
         return paths
 
     frontier = dict(zip(grid, _in_parallel(begin, grid, jobs), strict=True))
+    # States of ways that were given up, by worker: to save into new memory takes longer than to serve.
+    spares: list[list[NodeState]] = [[] for _ in range(jobs)]
     nodes = [backend.twin() for _ in range(jobs)]
     for node in nodes:
         node.empty()
@@ -244,7 +246,7 @@ def reachable(
         for requests in episode.epochs[1:]:
 
             def extend(worker: int, paths: dict[int, _Path], requests: Requests) -> list[_Path]:
-                node, found = nodes[worker], []
+                node, spare, found = nodes[worker], spares[worker], []
                 for alpha in list(grid)[worker::jobs]:
                     best: _Path | None = None
                     before = [paths[alpha - s] for s in steps if alpha - s in paths]
@@ -256,9 +258,11 @@ def reachable(
                         node.restore(way.state)
                         p99 = node.serve(requests, alpha, episode.epoch_seconds).p99_ms
                         if best is None or way.cost + p99 < best.cost:
+                            if best is not None:
+                                spare.append(best.state)
                             best = _Path(
                                 way.cost + p99,
-                                node.save(),
+                                node.save(spare.pop() if spare else None),
                                 (*way.p99_ms, p99),
                                 (*way.alphas_centi, alpha),
                             )
@@ -267,7 +271,10 @@ def reachable(
                 return found
 
             parts = pool.map(extend, range(jobs), [frontier] * jobs, [requests] * jobs)
-            frontier = {path.alphas_centi[-1]: path for part in parts for path in part}
+            found = {path.alphas_centi[-1]: path for part in parts for path in part}
+            for worker, spare in enumerate(spares):
+                spare += [frontier[alpha].state for alpha in list(grid)[worker::jobs]]
+            frontier = found
     best = min(frontier.values(), key=lambda path: path.cost)
     return np.array(best.alphas_centi), np.array(best.p99_ms)
 
