@@ -54,6 +54,8 @@ class Args:
 
     workload: str = "training"
     """"training" (random scenarios), or a workload of HBMPartitionEnv"""
+    population_factor: float = 1.0
+    """on the number of hot users of a named workload"""
     crowded_share: float = 0.0
     """share of the random scenarios in which hot users' KV outgrows the pool and items are skewed"""
     from_log: Path | None = None
@@ -112,18 +114,24 @@ class Args:
     """evaluation scenarios, seeded 10,000 and up: never trained on"""
 
 
-def workload_of(args: Args) -> str | Scenario | TrainingDomain:
+def workload_of(args: Args) -> Scenario | TrainingDomain:
     """What to train on: what the arguments name, or what is fitted to a log.
 
     Raises:
-        ArgumentError: a crowded share without random scenarios, or not from 0 to 1.
+        ArgumentError: a crowded share without random scenarios, or not from 0 to 1; a population factor
+            without a named workload.
     """
     domain = TrainingDomain(crowded_share=args.crowded_share)
-    if args.from_log is None and args.workload == "training":
+    named = args.from_log is None and args.workload != "training"
+    require(named or args.population_factor == 1, "--population-factor", args.population_factor,
+            "1, but with --workload NAME")  # fmt: skip
+    if args.from_log is None and not named:
         return domain
     require(args.crowded_share == 0, "--crowded-share", args.crowded_share,
             "0, but with --workload training")  # fmt: skip
-    return args.workload if args.from_log is None else fitted(args.from_log).scenario
+    if args.from_log is not None:
+        return fitted(args.from_log).scenario
+    return Scenario.parse(args.workload, population_factor=args.population_factor)
 
 
 @lru_cache(maxsize=1)
@@ -223,8 +231,8 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
     folder = args.output
     try:
         progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
-        for name in ("features", "reward", "workload", "crowded_share", "from_log", "hardware",
-                     "total_timesteps", "num_envs", "num_steps"):  # fmt: skip
+        for name in ("features", "reward", "workload", "population_factor", "crowded_share", "from_log",
+                     "hardware", "total_timesteps", "num_envs", "num_steps"):  # fmt: skip
             # A checkpoint from before an argument was there was trained with its default.
             then, now = progress["args"].get(name, plain(Args())[name]), plain(args)[name]
             require(

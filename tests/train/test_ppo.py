@@ -80,6 +80,16 @@ def test_a_policy_is_trained_and_evaluated_on_the_hardware_named(tmp_path: Path)
         train(arguments(tmp_path / "other", hardware="h300"))
 
 
+def test_a_named_workload_may_have_another_population(tmp_path: Path) -> None:
+    args = arguments(tmp_path, workload="trend", population_factor=1.5, eval_seeds=2)
+    assert {(s.regime, s.population_factor) for s in evaluation_scenarios(args)} == {("trend", 1.5)}
+    train(args)
+    spec = json.loads((tmp_path / "policy.json").read_text())["env_spec"]
+    assert spec["kwargs"]["workload"]["population_factor"] == 1.5
+    with pytest.raises(ArgumentError, match="--population-factor"):
+        train(arguments(tmp_path / "other", population_factor=1.5))
+
+
 def draws(domain: TrainingDomain) -> list[Scenario]:
     return [domain.sample(Scenario(), np.random.default_rng(seed)) for seed in range(400)]
 
