@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -93,14 +94,15 @@ class ForkedGroup:
         if self._pipe is None:
             self._start()
         assert self._pipe is not None
-        self._pipe.send((method, arguments))
+        with suppress(ConnectionError):  # `answer` says that the process has died
+            self._pipe.send((method, arguments))
 
     def answer(self) -> list[Any] | Exception:
         """What the method returned or raised, or an error that the process has died."""
         assert self._pipe is not None
         try:
             answer: list[Any] | Exception = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return BackendError("a process of the vector environment has died")
         return answer
 

@@ -52,6 +52,7 @@ def train_one(work: Path, kind: str, seed: int) -> dict[str, Any]:
     summary = folder / "summary.json"
     if not summary.is_file():
         arguments = [*KINDS[kind], "--seed", str(seed), "--output", str(folder)]
+        arguments += ["--processes", "1"]  # trainings run beside each other as it is
         start = time.time()
         done = subprocess.run(
             [sys.executable, "-m", "train.ppo", *arguments], capture_output=True, text=True

@@ -92,9 +92,9 @@ def service_moments(  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def _least_p99(moments, requests_per_s):  # type: ignore[no-untyped-def]
     """The alpha [n] of the least P99 of the queue, of moments [n, 2, 101] and rates [n]."""
-    best = np.zeros(requests_per_s.size, np.int64)
+    best = np.empty(requests_per_s.size, np.int64)
     for i in range(requests_per_s.size):
-        least_ms = np.inf
+        least_ms, best[i] = np.inf, 0
         for alpha in range(moments.shape[2]):
             mean_ms, square_ms2 = moments[i, 0, alpha], moments[i, 1, alpha]
             p99_ms = queueing_p99_ms(mean_ms, square_ms2, requests_per_s[i])

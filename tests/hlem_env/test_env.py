@@ -2,6 +2,7 @@
 
 import copy
 import json
+import multiprocessing
 import pickle
 import re
 from functools import cache
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
-from hlem_env import ArgumentError
+from hlem_env import ArgumentError, BackendError
 from hlem_env.env import HBMPartitionEnv, HBMPartitionVectorEnv
 from hlem_env.mdp import FEATURES, REWARD_FLOOR, REWARDS
 from hlem_env.scenario import Scenario, TrainingDomain
@@ -255,6 +256,54 @@ def test_make_vec_of_scalar_environments_agrees() -> None:
         assert same(mine, other)
     made.close()
     native.close()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_processes_share_environments_out_and_change_nothing(mode: str) -> None:
+    actions = list(np.random.default_rng(0).integers(7, size=(9, 5)))
+    seen = []
+    for processes in (1, 3):
+        vector = HBMPartitionVectorEnv(
+            5, mode, processes, workload=SMALL, episode_epochs=4, render_mode="ansi"
+        )
+        course = [rollout(vector, actions, seed=seed) for seed in (7, None)]
+        for results in [results for part in course for results in part]:
+            if "final_obs" in results[-1]:
+                results[-1]["final_obs"] = list(results[-1]["final_obs"])
+        seen.append([course, vector.render()])
+        vector.close()
+    assert same(*seen)
+
+
+def test_each_may_have_a_workload_of_its_own() -> None:
+    workloads = [SMALL, SMALL | {"regime": "trend"}]
+    vector = HBMPartitionVectorEnv(2, workloads=workloads)
+    observations, _ = vector.reset(seed=3)
+    for number, workload in enumerate(workloads):
+        scalar = HBMPartitionEnv(workload=workload)
+        assert same(observations[number], scalar.reset(seed=3 + number)[0])
+
+
+def test_an_error_of_another_process_is_raised_here_and_the_next_step_is_right() -> None:
+    vector = HBMPartitionVectorEnv(2, processes=2, workload=SMALL)
+    vector.reset(seed=0)
+    for wrong in ([3, 9], [9, 3]):
+        with pytest.raises(ArgumentError, match=r"action=.*9.*0 to 6"):
+            vector.step(np.array(wrong))
+    assert vector.step(np.array([6, 0]))[-1]["alpha"].tolist() == [0.56, 0.44]
+    vector.close()
+
+
+def test_processes_end_with_their_environment() -> None:
+    vector = HBMPartitionVectorEnv(3, processes=3, workload=SMALL)
+    vector.reset(seed=0)
+    first, second = multiprocessing.active_children()
+    first.kill()
+    first.join()
+    with pytest.raises(BackendError, match="a process of the vector environment has died"):
+        vector.step(np.array([3, 3, 3]))
+    vector.close()
+    assert not second.is_alive()
 
 
 def test_vector_takes_a_seed_for_each() -> None:
@@ -666,6 +715,10 @@ def test_a_workload_keeps_its_own_clock(field: str, value: Any) -> None:
         ({"autoreset_mode": AutoresetMode.DISABLED}, "autoreset_mode"),
         ({"autoreset_mode": "nope"}, "autoreset_mode"),
         ({"num_envs": 2.5}, "num_envs"),
+        ({"num_envs": 2, "processes": 3}, "processes"),
+        ({"num_envs": 2, "processes": 0}, "processes"),
+        ({"num_envs": 2, "processes": 2, "backend": "live"}, "processes"),
+        ({"num_envs": 2, "workloads": ["steady"]}, "workloads"),
         ({"num_envs": 2, "slo_ms": 0}, "slo_ms"),
     ],
     ids=str,
