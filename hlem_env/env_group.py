@@ -131,13 +131,11 @@ def _answer(group: EnvGroup, pipe: Connection, other_end: Connection) -> None:
     """Call the group's methods as they are asked for, until the other end is closed."""
     other_end.close()  # a fork has both, and would never see the end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):
+        while True:
             method, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = getattr(group, method)(*arguments)
-        except Exception as error:  # whatever it is, the process that asked raises it
-            answer = error
-        pipe.send(answer)
+            try:
+                answer = getattr(group, method)(*arguments)
+            except Exception as error:  # whatever it is, the process that asked raises it
+                answer = error
+            pipe.send(answer)
