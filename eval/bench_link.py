@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-calls=False
 """Reads of rows over the link to host memory: by how thinly they are spread, and in which order.
 
-    python -m eval.bench_link --json docs/results/bench_link.json
+    python -m eval.bench_link --json docs/results/bench_link_h200.json
 
 Before the link is full, the time of a read goes with the stretches of memory that it touches more than with
 its bytes, as if the translation of host addresses were the limit.

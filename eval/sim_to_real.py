@@ -292,6 +292,8 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         record = part.read(run.name)
         now = profile
         if setting.args.machine_speed:
+            require("machine_state" in record, "--machine-speed", run.name,
+                    "runs that recorded how fast the host was")  # fmt: skip
             scaled = profile.slower if setting.config.device == "cpu" else profile.slower_host
             now = scaled(host_ms(record) / profile.host_ms)
         sim = setting.simulate(record, now)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from multiprocessing import get_all_start_methods
 from typing import Any
 
 import gymnasium as gym
@@ -337,7 +338,8 @@ class HBMPartitionVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[An
         name = autoreset_mode.value if isinstance(autoreset_mode, AutoresetMode) else autoreset_mode
         require_choice("autoreset_mode", name, ("NextStep", "SameStep"))
         require_number("processes", processes, whole=True)
-        most = 1 if arguments.get("backend") == "live" else num_envs
+        forks = "fork" in get_all_start_methods() and arguments.get("backend") != "live"
+        most = num_envs if forks else 1
         require(1 <= processes <= most, "processes", processes, f"1 to {most}")
         self.autoreset_mode = AutoresetMode(name)
         self.num_envs = num_envs

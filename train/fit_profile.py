@@ -195,7 +195,8 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
     # Older measurements do not say what of it keeps the server busy; most of it does.
     added_ms = _median(raw, "loop", "median_ms")
-    loop_ms = _median(raw, "loop", "busy_ms") if "busy_ms" in raw[0]["loop"] else added_ms
+    known = all("busy_ms" in depth["loop"] for depth in raw)
+    loop_ms = _median(raw, "loop", "busy_ms") if known else added_ms
     wake_ms = max(added_ms - loop_ms, 0.0)
 
     def whole(cell: Cell) -> float:

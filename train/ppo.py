@@ -78,7 +78,7 @@ class Args:
     num_envs: int = 16
     """parallel environments"""
     processes: int = 2 if sys.platform == "linux" else 1
-    """forked processes that share them out; the result does not depend on it"""
+    """forked processes that share them out, at most one for each; the result does not depend on it"""
     num_steps: int = 128
     """steps of each environment in a rollout"""
     warmup_steps: int = 256

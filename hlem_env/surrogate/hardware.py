@@ -115,7 +115,7 @@ class NodeProfile(HardwareProfile):
                 + layers x sum of the requests' compute, x mixed where some are cached and some not
                 + rows (misses over the link, lookups in memory), less what prefetch brought
                 + ahead, where it plans a prefetch
-                + after_idle, by how long the server had nothing to do: host and device are slower then
+                + after_idle, by how long the server had nothing to do
 
     `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
     an idle server begins `wake_ms` after an arrival; the plain surrogate leaves these two out.
