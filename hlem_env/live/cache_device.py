@@ -92,9 +92,9 @@ class CacheDevice:
         self._values: list[int] = self._copy.tolist()
         self._outdated = False
         self._sent = torch.cuda.Event()
-        # Both rows start at a multiple of 16 bytes.
+        # All rows start at a multiple of 16 bytes.
         places = -(-len(state.stamp) // rows_per_page // 4) * 4
-        self._pages = torch.zeros(2, places, dtype=torch.int32).pin_memory()
+        self._pages = torch.zeros(3, places, dtype=torch.int32).pin_memory()
         self._pages_there = torch.zeros_like(self._pages, device=state.stamp.device)
         self.complete = False
         """Whether every row that exists is resident, so that no lookup can miss."""
@@ -123,22 +123,27 @@ class CacheDevice:
             self._outdated = False
         return self._values
 
-    def send_pages(self, pages: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Pages [n] to the device, which is not waited for, on `stream`, the current one.
+    def send_pages(
+        self, pages: NDArray[np.int64], mine: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages that come or go [n], and all of the cache then [m], to the device, on `stream`.
+
+        The device is not waited for, and `stream` is the current one.
 
         Returns:
-            The pages int32 [n], and int32 [all pages or more], 1 for each of them, else 0: until the
-            next call.
+            Both in order, int32 [n] and int32 [m], and int32 [all pages or more], 1 for each of the
+            former, else 0: until the next call.
         """
         if not self._sent.query():
             self._pages = torch.zeros_like(self._pages).pin_memory()
-        chosen, ids = self._pages.numpy()
+        chosen, changed, all_mine = self._pages.numpy()
         chosen[:] = 0
         chosen[pages] = 1
-        ids[: len(pages)] = pages
-        self._pages_there.copy_(self._pages, non_blocking=True)
+        changed[: len(pages)] = np.sort(pages)
+        all_mine[: len(mine)] = np.sort(mine)
+        there = self._pages_there.copy_(self._pages, non_blocking=True)
         self._sent.record(self.stream)
-        return self._pages_there[1, : len(pages)], self._pages_there[0]
+        return there[1, : len(pages)], there[2, : len(mine)], there[0]
 
     def fetch(self, rows: Tensor) -> Tensor:
         """Values [n, dim] of rows, int64 [n], over the link."""

@@ -349,7 +349,7 @@ class EmbeddingCache:
         side = self._device_side
         with self._aside():
             if side is not None and side.dense is not None:
-                side.dense.slots.set_owned(side.send_pages(np.sort(new))[0], True)
+                side.dense.slots.grow(*side.send_pages(new, self._pages)[:2])
             else:
                 reference.set_owned(self.state, self._slots(new), True)
             self._rebuild_queue()
@@ -376,7 +376,7 @@ class EmbeddingCache:
             side.forget_complete()
         with self._aside():
             if side is not None and side.dense is not None:
-                side.dense.slots.shrink(*side.send_pages(np.sort(gone)))
+                side.dense.slots.shrink(*side.send_pages(gone, self._pages))
             else:
                 self._give_up(self._slots(gone))
             if side is not None:

@@ -160,10 +160,10 @@ class ModelSlots:
         assert (in_order[:k] < FOREIGN).all()
         return slots[:k].int(), in_order[:k].clone(), torch.zeros(1, dtype=torch.int32)
 
-    def set_owned(self, pages: Tensor, owned: bool) -> None:
-        reference.set_owned(self.state, self._slots(pages), owned)
+    def grow(self, pages: Tensor, mine: Tensor) -> None:
+        reference.set_owned(self.state, self._slots(pages), True)
 
-    def shrink(self, pages: Tensor, leaves: Tensor) -> None:
+    def shrink(self, pages: Tensor, mine: Tensor, leaves: Tensor) -> None:
         reference.give_up(self.state, self._slots(pages))
 
     def _slots(self, pages: Tensor) -> Tensor:

@@ -60,9 +60,15 @@ def test_selection_and_order_on_a_gpu(n: int, counted: bool) -> None:
 
     score = scores(n, counted, torch.Generator("cuda").manual_seed(n))
     slab = torch.empty(n, 4, device="cuda")
-    state: Any = SimpleNamespace(stamp=score, score=score, counted=counted, slab=slab)
-    slots = Slots(state, score, 1, torch.cuda.current_stream())
-    owned = int((score < (torch.inf if counted else FOREIGN)).sum())
+    row_of, count = torch.empty(n, dtype=torch.int64, device="cuda"), torch.empty_like(score)
+    state: Any = SimpleNamespace(
+        stamp=torch.empty_like(score, dtype=torch.int32), row_of=row_of, count=count,
+        score=score, counted=counted, slab=slab,
+    )  # fmt: skip
+    slots = Slots(state, state.stamp, 1, torch.cuda.current_stream())
+    mine = torch.nonzero(score < (torch.inf if counted else FOREIGN))[:, 0].int()
+    slots.grow(mine, mine)
+    owned = len(mine)
     stable = score.sort(stable=True)
     for k in {0, min(1, owned), owned // 3, owned}:
         assert torch.equal(slots.lowest(k).long(), stable.indices[:k].sort().values)
@@ -87,10 +93,13 @@ def test_giving_up_pages_on_a_gpu_is_the_reference(leaving: int, counted: bool) 
     stamp = torch.randint(1, 60, (slots,), device="cuda", generator=generator).int()
     pages = torch.randperm(PAGES, device="cuda", generator=generator)[:leaving].sort().values
     slab = torch.randn(slots, 12, device="cuda", generator=generator)
+    all_pages = torch.arange(PAGES, dtype=torch.int32, device="cuda")
     for _ in range(2):
-        state = CacheState(slab.clone(), DenseIndex(2 * slots, device), counted)
+        index = DenseIndex(2 * slots, device)
+        state = CacheState(slab.clone(), index, counted)
+        by_kernels = Slots(state, index.slot_of, PAGE_ROWS, torch.cuda.current_stream())
+        by_kernels.grow(all_pages, all_pages)
         held = torch.nonzero(owned)[:, 0]
-        reference.set_owned(state, torch.arange(slots, device="cuda"), True)
         state.row_of[held] = 2 * held
         state.stamp[held] = stamp[held]
         if counted:
@@ -102,9 +111,7 @@ def test_giving_up_pages_on_a_gpu_is_the_reference(leaving: int, counted: bool) 
     reference.give_up(want, emptied)
     leaves = torch.zeros(PAGES, dtype=torch.int32, device="cuda")
     leaves[pages] = 1
-    index = got.index
-    assert isinstance(index, DenseIndex)
-    Slots(got, index.slot_of, PAGE_ROWS, torch.cuda.current_stream()).shrink(pages.int(), leaves)
+    by_kernels.shrink(pages.int(), all_pages[leaves == 0], leaves)
     for name in ("row_of", "stamp", "count", "sketch", "counters"):
         assert torch.equal(getattr(want, name), getattr(got, name)), name
     rows = torch.arange(2 * slots, device="cuda")

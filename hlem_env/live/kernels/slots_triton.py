@@ -64,12 +64,10 @@ def _in_order(score, COUNTED: tl.constexpr):
 
 
 @triton.jit
-def _owned(score, COUNTED: tl.constexpr):
-    """Whether a slot is the cache's, from its score."""
-    if COUNTED:
-        return score < float("inf")
-    else:
-        return score < _FOREIGN
+def _slot_on(pages, i, inside, rows_per_page):
+    """The i-th of the slots on the pages."""
+    page = tl.load(pages + i // rows_per_page, mask=inside, other=0)
+    return page * rows_per_page + i % rows_per_page
 
 
 @triton.jit
@@ -100,13 +98,13 @@ def _share_bits(bits, seen, arrived):
 
 @triton.jit(do_not_specialize=["n", "k"])
 def _select(
-    score, snapshot, slots, scores, sums, zeros, next_zeros, n, k, BLOCK: tl.constexpr,
-    SPAN: tl.constexpr, COUNTED: tl.constexpr,
+    score, pages, snapshot, slots, scores, sums, zeros, next_zeros, n, k, rows_per_page,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """The k lowest of n scores.
+    """The k lowest scores of the n slots on the pages.
 
     The k-th is found digit by digit from the top; digits that all share are left out. Whatever is
-    written to the scores meanwhile, all passes see one and the same snapshot.
+    written to the scores meanwhile, all passes see one and the same snapshot, [n].
     """
     arrived, found = _take_zeros(zeros, next_zeros), zeros + _FOUND
     lane, digits = tl.arange(0, BLOCK), tl.arange(0, 16)
@@ -114,10 +112,10 @@ def _select(
     bits = tl.zeros((BLOCK,), tl.uint32), tl.zeros((BLOCK,), tl.uint32)
     for first in range(begin, end, BLOCK):
         inside = first + lane < end
-        value = tl.load(score + first + lane, mask=inside, other=0)
+        slot = _slot_on(pages, first + lane, inside, rows_per_page)
+        value = tl.load(score + slot, mask=inside, other=0)
         tl.store(snapshot + first + lane, value, mask=inside)
-        place = _in_order(value, COUNTED)
-        bits = _note_bits(bits, place, inside & _owned(value, COUNTED))
+        bits = _note_bits(bits, _in_order(value, COUNTED), inside)
     common, differ = _share_bits(bits, zeros + _SEEN, arrived)
     last = tl.full((), 0, tl.uint32)
     left, times = k, 1
@@ -131,8 +129,7 @@ def _select(
                 value = tl.load(snapshot + first + lane, mask=inside, other=0)
                 place = _in_order(value, COUNTED)
                 # Two shifts: one by 32 is none.
-                inside = inside & _owned(value, COUNTED) & (((place >> shift) >> 4) == last)
-                mine += _one_hot(place, inside, shift)
+                mine += _one_hot(place, inside & (((place >> shift) >> 4) == last), shift)
             tl.atomic_add(found + turn * 16 + digits, tl.sum(mine, 0), sem="relaxed")
             times += 1
             meet(arrived, times)
@@ -162,7 +159,7 @@ def _select(
         rank = equal_before + tl.cumsum(same) - same
         taken = (below == 1) | ((same == 1) & (rank < left))
         at = lower_before + tl.cumsum(below) - below + tl.minimum(rank, left)
-        tl.store(slots + at, i, mask=taken)
+        tl.store(slots + at, _slot_on(pages, i, taken, rows_per_page), mask=taken)
         tl.store(scores + at, value, mask=taken)
         lower_before += tl.sum(below)
         equal_before += tl.sum(same)
@@ -223,13 +220,6 @@ def _sort(
         tl.store(scores_out + j, tl.load(scores + here + j, mask=j < end, other=0), mask=j < end)
 
 
-@triton.jit
-def _emptied(pages, i, inside, rows_per_page):
-    """The i-th of the slots on the pages."""
-    page = tl.load(pages + i // rows_per_page, mask=inside, other=0)
-    return page * rows_per_page + i % rows_per_page
-
-
 @triton.jit(do_not_specialize=["m"])
 def _vacate(
     lowest, row_of, slot_of, stamp, count, sketch, pages, leaves, source, target, moves, sums, zeros,
@@ -279,7 +269,7 @@ def _vacate(
         moved, free = _to_move(lowest, row_of, pages, leaves, i, inside, rows_per_page)
         ones = moved.to(tl.int32)
         at = sources_before + tl.cumsum(ones) - ones
-        tl.store(source + at, _emptied(pages, i, inside, rows_per_page), mask=moved)
+        tl.store(source + at, _slot_on(pages, i, inside, rows_per_page), mask=moved)
         sources_before += tl.sum(ones)
         ones = free.to(tl.int32)
         at = targets_before + tl.cumsum(ones) - ones
@@ -290,7 +280,7 @@ def _vacate(
 @triton.jit
 def _to_move(lowest, row_of, pages, leaves, i, inside, rows_per_page):
     """Whether the i-th emptied slot still holds a row, and whether the i-th lowest slot stays."""
-    emptied = _emptied(pages, i, inside, rows_per_page)
+    emptied = _slot_on(pages, i, inside, rows_per_page)
     slot = tl.load(lowest + i, mask=inside, other=0)
     moved = inside & (tl.load(row_of + emptied, mask=inside, other=-1) >= 0)
     leaving = tl.load(leaves + slot // rows_per_page, mask=inside, other=1)
@@ -327,7 +317,7 @@ def _own(
 ):  # fmt: skip
     """The m slots on the pages come, free, or go: `lookup_reference.set_owned`."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = _emptied(pages, i, i < m, rows_per_page)
+    slot = _slot_on(pages, i, i < m, rows_per_page)
     tl.store(row_of + slot, tl.full((BLOCK,), -1, tl.int64), mask=i < m)
     tl.store(stamp + slot, _FREE if OWNED else _FOREIGN, mask=i < m)
     if COUNTED:
@@ -361,12 +351,15 @@ class Slots:
         self._sums = self._empty(16 * self._span)
         self._moves = self._empty(1)
         self._snapshot = torch.empty_like(state.score)
+        self._mine = self._empty(len(state.stamp) // rows_per_page)
+        self._pages = 0
         self._slots, self._scores = self._empty(0), state.score[:0]
 
     def lowest(self, k: int, beside: bool = False, score: Tensor | None = None) -> Tensor:
         """The k slots of the cache with the lowest scores, int32 [k], in order of the slot.
 
         Of equals the first; k is at most the cache's capacity. Good until the next call of any kind.
+        It takes as long as the cache is large, not the pool.
         With `beside`, other kernels find room meanwhile, and it takes longer.
 
         Args:
@@ -378,8 +371,8 @@ class Slots:
         self._reserve(k)
         if k:
             self._meeting(
-                _select, (score, self._snapshot, self._slots, self._scores, self._sums),
-                (score.shape[0], k), DIGIT_BLOCK, beside,
+                _select, (score, self._mine, self._snapshot, self._slots, self._scores, self._sums),
+                (self._pages * self.rows_per_page, k, self.rows_per_page), DIGIT_BLOCK, beside,
             )  # fmt: skip
         return self._slots[:k]
 
@@ -410,8 +403,14 @@ class Slots:
             head.zero_()
         return slots, scores, head
 
-    def shrink(self, pages: Tensor, leaves: Tensor) -> None:
-        """Give up pages, int32 [n], in order; `leaves`, int32 [all pages], is 1 for them, else 0."""
+    def shrink(self, pages: Tensor, mine: Tensor, leaves: Tensor) -> None:
+        """Give up pages, int32 [n], in order.
+
+        Args:
+            pages: to give up.
+            mine: int32 [m], in order: those that the cache keeps.
+            leaves: int32 [all pages], 1 for those that it gives up, else 0.
+        """
         state, m = self.state, pages.shape[0] * self.rows_per_page
         apart = -(-m // 4) * 4  # all parts of the workspace lie aligned
         self._reserve(3 * apart)
@@ -428,10 +427,15 @@ class Slots:
              self._moves),
             (self.words, self.columns, max(1, 1024 // self.columns), state.counted), {},
         )  # fmt: skip
-        self.set_owned(pages, False)
+        self._set_owned(pages, mine, False)
 
-    def set_owned(self, pages: Tensor, owned: bool) -> None:
-        """Pages, int32 [n], come, free, or go."""
+    def grow(self, pages: Tensor, mine: Tensor) -> None:
+        """Pages, int32 [n], come, free; `mine`, int32 [m], in order, are all of the cache's then."""
+        self._set_owned(pages, mine, True)
+
+    def _set_owned(self, pages: Tensor, mine: Tensor, owned: bool) -> None:
+        self._pages = len(mine)
+        self._mine[: self._pages].copy_(mine)
         state, m = self.state, pages.shape[0] * self.rows_per_page
         self._run(
             _own, blocks(m, BLOCK),
