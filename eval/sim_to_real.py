@@ -35,6 +35,8 @@ from hlem_env.telemetry import EpochStats
 
 CLOCKS = {"wall": WallTime, "cpu": CpuTime}
 MATCHING_ROUNDS = 2
+LEAST_UNDISTURBED = 0.5
+"""A run with less than this share of undisturbed epochs is disturbed, and counts in no figure."""
 START_S = 75.0
 """That a node needs before its first piece."""
 
@@ -163,17 +165,15 @@ class Setting:
     def serve(
         self, backend: Backend, run: Run, between: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """What a backend measures in a run; `between` is called after each epoch that is measured."""
-        args, seconds = self.args, self.config.epoch_seconds
+        """What a backend measures in a run; `between` is called after each epoch, of the warm-up, too."""
+        seconds = self.config.epoch_seconds
+        before = max(round(backend.warmup_s / seconds) + self.args.settle_epochs, 1)
         backend.reset(run.seed)
-        before = backend.run(run.alpha_centi, backend.warmup_s)
-        for _ in range(args.settle_epochs):
-            before = backend.run(run.alpha_centi, seconds)
         epochs = []
-        for _ in range(args.epochs):
+        for _ in range(before + self.args.epochs):
             epochs.append(backend.run(run.alpha_centi, seconds))
             between()
-        return summary(epochs, before)
+        return summary(epochs[before:], epochs[before - 1])
 
 
 def mean_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
@@ -285,30 +285,38 @@ class Live:
 
 def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[str, Any]]:
     """Every run that has a record, with the surrogate's figures beside the live node's."""
+    records = [part.read(run.name) for run in setting.runs if part.has(run.name)]
+    fastest_ms = min((ms for record in records for ms in python_ms(record)), default=None)
     found = []
-    for run in setting.runs:
-        if not part.has(run.name):
-            continue
-        record = part.read(run.name)
+    for record in records:
+        kept = undisturbed_epochs(record, fastest_ms)
+        disturbed = bool(kept.mean() < LEAST_UNDISTURBED)
+        kept |= disturbed
         now = profile
         if setting.args.machine_speed:
-            require("machine_state" in record, "--machine-speed", run.name,
-                    "runs that recorded how fast the host was")  # fmt: skip
             scaled = profile.slower if setting.config.device == "cpu" else profile.slower_host
-            now = scaled(host_ms(record) / profile.host_ms)
-        sim = setting.simulate(record, now)
+            now = scaled(host_ms(record, kept) / profile.host_ms)
+        live = without(kept, record["live"])
+        sim = without(kept, setting.simulate(record, now))
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
-            now = now.slower(record["live"]["mean_service_ms"] / sim["mean_service_ms"])
-            sim = setting.simulate(record, now)
-        kept = undisturbed_epochs(record)
-        both = {"live": without(kept, record["live"]), "sim": without(kept, sim)}
-        found.append({"run": record["run"], "epochs_left_out": int((~kept).sum()), **both})
+            now = now.slower(live["mean_service_ms"] / sim["mean_service_ms"])
+            sim = without(kept, setting.simulate(record, now))
+        about = {"epochs_left_out": int((~kept).sum()), "disturbed": disturbed}
+        found.append({"run": record["run"], **about, "live": live, "sim": sim})
     return found
 
 
-def host_ms(record: Mapping[str, Any]) -> float:
-    """Median time of the host's fixed piece of work in a run."""
-    return float(np.median([state["python_ms"] for state in record["machine_state"]]))
+def python_ms(record: Mapping[str, Any]) -> list[float]:
+    """Times of the host's fixed piece of work in a run, one an epoch, those before the measured ones, too."""
+    return [float(state["python_ms"]) for state in record.get("machine_state", ())]
+
+
+def host_ms(record: Mapping[str, Any], kept: NDArray[np.bool_]) -> float:
+    """Their mean over the measured epochs that are kept, bool [n]."""
+    times = python_ms(record)
+    known = "runs that recorded how fast the host was"
+    require(len(times) > 0, "--machine-speed", record["run"], known)
+    return float(np.array(times[-len(kept) :])[kept].mean())
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:
@@ -319,12 +327,12 @@ def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:
     return ", ".join(sorted(cpus)) + ", emulated link"
 
 
-def undisturbed_epochs(record: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """Epochs [n] in which the host was not slow; all where that is not known, or does not count."""
+def undisturbed_epochs(record: Mapping[str, Any], fastest_ms: float | None) -> NDArray[np.bool_]:
+    """Measured epochs [n] in which the host was not slow; all where that is not known, or does not count."""
     epochs = len(record["live"]["epoch_p99_ms"])
     if record["clock"] == "cpu" or "machine_state" not in record:
         return np.ones(epochs, np.bool_)
-    return undisturbed([record["machine_state"]])
+    return undisturbed([record["machine_state"]], fastest_ms)[-epochs:]
 
 
 def without(kept: NDArray[np.bool_], figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,22 +12,24 @@ from rich.table import Table
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows, groups over alpha, and a summary; saturated rows count in no percentage.
+    """Rows, groups over alpha, and a summary; saturated rows count in no percentage, disturbed ones nowhere.
 
     Args:
         rows: run, live and sim, as `eval.sim_to_real.simulate` gives them.
     """
     rows = [row | {"error": _errors(row["live"], row["sim"])} for row in rows]
+    counted = [row for row in rows if not row["disturbed"]]
     keys = dict.fromkeys(
-        (row["run"]["layers"], row["run"]["regime"], row["run"]["seed"]) for row in rows
+        (row["run"]["layers"], row["run"]["regime"], row["run"]["seed"]) for row in counted
     )
     groups = [
-        _group(key, [row for row in rows if key == (
+        _group(key, [row for row in counted if key == (
             row["run"]["layers"], row["run"]["regime"], row["run"]["seed"]
         )])
         for key in keys
     ]  # fmt: skip
-    return {"summary": _summary(rows, groups), "groups": groups, "rows": rows}
+    summary = {"runs": len(rows), "disturbed": len(rows) - len(counted)} | _summary(counted, groups)
+    return {"summary": summary, "groups": groups, "rows": rows}
 
 
 def _errors(live: dict[str, Any], sim: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +82,6 @@ def _summary(rows: list[dict[str, Any]], groups: list[dict[str, Any]]) -> dict[s
     errors = [row["error"] for row in rows]
     ranks = [group["rank_correlation"] for group in groups if group["rank_correlation"] is not None]
     return {
-        "runs": len(rows),
         "saturated": sum(error["saturated"] for error in errors),
         "median_p99_error": middle([error["p99"] for error in errors]),
         "largest_p99_error": max(
@@ -127,6 +128,7 @@ def print_tables(compared: dict[str, Any], console: Console) -> None:
         table.add_row(
             str(run["layers"]), run["regime"], f"{run['alpha_centi'] / 100:.2f}", str(run["seed"]),
             both("p99_ms", 1, 1),
+            "disturbed" if row["disturbed"] else
             "saturated" if error["p99"] is None else f"{100 * error['p99']:+.0f}",
             both("mean_service_ms", 1, 2), both("kv_hit", 1, 3), both("emb_hit", 1, 3),
             both("utilisation", 100, 0), both("prefetch_bytes", 1e-6, 0),

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.surrogate.hardware import NodeProfile, _extrapolate
+from train import host_speed
+from train.host_speed import STREAM
 
 Floats = NDArray[np.float64]
 
@@ -27,7 +29,6 @@ GRAPH_TOKENS = 256
 """`hlem_env.live.hstu_graphs.SMALL_TOKENS`, which needs CUDA to import."""
 IDLE_MS = (0.5, 8.0, 20.0)
 """Pauses after which a batch's extra time is fitted."""
-STREAM = "stream"
 ALONE_WEIGHT = 3.0
 """Of a cell of batches that were timed by themselves, over one batch of a stream."""
 ITERATIONS = 30
@@ -80,11 +81,13 @@ class Terms:
 
 
 def cells_of(raw: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Cells of the measurements of all depths."""
+    """Cells of the measurements of all depths, but for batches while the host was slow."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for depth in raw:
         layers = depth["preset"]["layers"]
-        for sample in depth["samples"]:
+        for sample, counts in zip(depth["samples"], host_speed.kept(depth), strict=True):
+            if not counts:
+                continue
             key = (
                 sample["kind"], layers, sample["alpha"], tuple(sample["history"]),
                 tuple(sample["cached"]), sample["ahead"], sample["refilling"], sample.get("idle_ms", 0.0),
@@ -239,7 +242,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         jitter=jitter,
         jitter_cold=jitter_cold,
         probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
-        host_ms=_host_ms(raw),
+        host_ms=_round(host_speed.mean_ms(raw)),
         fit={
             "cells": len(plain),
             "samples": sum(len(cell.times_ms) for cell in cells),
@@ -329,12 +332,6 @@ def _series(ratios: list[tuple[float, bool]]) -> tuple[tuple[float, ...], tuple[
         for kind, values in series.items():
             values.append(last[kind])
     return tuple(series[False][:MOST_JITTER]), tuple(series[True][:MOST_JITTER])
-
-
-def _host_ms(raw: Sequence[Mapping[str, Any]]) -> float:
-    """Median of what the host took for a fixed piece of work; 0 where nobody measured that."""
-    times = [state["python_ms"] for depth in raw for state in depth.get("machine_state", ())]
-    return _round(float(np.median(times))) if times else 0.0
 
 
 def _by_kind(cells: list[Cell], residual: Floats) -> dict[str, float]:

@@ -12,7 +12,6 @@ at a small alpha batches with nothing cached take 1.4 times as long when they co
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from hlem_env.live.serving import TRANSFER_STEP_S, LiveBackend
 from hlem_env.live_scenario import live_workload
 from hlem_env.scenario import Scenario
 from hlem_env.workload.requests import Requests, Workload
+from train.host_speed import STREAM
 
 USERS = 1 << 16
 """Who may come back."""
@@ -61,12 +61,13 @@ class Sample:
     hit_rows: int
     """Lookups, of all tables, that found their row resident."""
     ahead: bool
-    """Whether the next batch was known and large enough for a prefetch."""
+    """Whether rows of the next batch were looked for meanwhile."""
     refilling: bool
     prefetch_bytes: int
+    """0 in a stream."""
     ms: float
     idle_ms: float = 0.0
-    """In a stream: how long the server had waited for the batch."""
+    """In a stream: how long the server had waited for the batch; 0 of the first one noted."""
 
 
 class Bench:
@@ -136,35 +137,31 @@ class Bench:
 
     def time(self, kind: str, requests: Requests, waiting: Requests | None = None) -> None:
         """Run a batch to its completion, and note what it took."""
-        with_next = waiting is not None
-        self.note(kind, requests, with_next, lambda: self.execute(requests, waiting))
+        node = self.node
+        node.take_ahead_bytes()  # waits for what is still under way
+        refilling = node.refill.refilling
+        done = self.execute(requests, waiting)
+        self.note(kind, requests, done, refilling, prefetch_bytes=node.take_ahead_bytes().prefetch)
 
     def note(
-        self, kind: str, requests: Requests, ahead: bool, execute: Callable[[], Executed],
-        idle_ms: float = 0.0,
-    ) -> Executed:  # fmt: skip
-        """Note what a batch takes that `execute` runs."""
-        node = self.node
-        before = node.embedding.counters()
-        node.take_ahead_bytes()
-        refilling = node.refill.refilling
-        done = execute()
-        count = node.embedding.counters() - before
+        self, kind: str, requests: Requests, done: Executed, refilling: bool, idle_ms: float = 0.0,
+        prefetch_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Note what a batch took; nothing waits for the device."""
         sample = Sample(
             kind=kind,
             alpha=self.alpha_centi / 100,
             history=requests.history_length.tolist(),
             cached=done.reused.tolist(),
-            missed_rows=count.unique_misses,
-            hit_rows=count.hit,
-            ahead=ahead,
+            missed_rows=done.rows_fetched,
+            hit_rows=done.rows_hit,
+            ahead=done.ahead,
             refilling=refilling,
-            prefetch_bytes=node.take_ahead_bytes().prefetch,
+            prefetch_bytes=prefetch_bytes,
             ms=1e3 * done.device_s,
             idle_ms=idle_ms,
         )
         self.samples.append(sample)
-        return done
 
 
 class Stream(LiveBackend):
@@ -178,20 +175,19 @@ class Stream(LiveBackend):
     def __init__(self, workload: Workload, bench: Bench) -> None:
         super().__init__(workload, bench.node)
         self._bench = bench
-        self._done_s = bench.node.time_source.now()
+        self._done_s: float | None = None
         self.noting = False
 
     def execute(self, batch: Requests, waiting: Requests, now_s: float) -> Executed:
-        """One batch; what noting it takes is no part of its time."""
-        node = self.node
+        """One batch. Nothing else waits for the device: what a batch leaves under way delays the next."""
         if not self.noting:
             return super().execute(batch, waiting, now_s)
-        idle_ms = 1e3 * (node.time_source.now() - self._done_s)
-        ahead = node.upcoming(waiting) is not None
-        done = self._bench.note(
-            "stream", batch, ahead, lambda: node.execute(batch, waiting, now_s), idle_ms
-        )
-        self._done_s = node.time_source.now()
+        node, now = self.node, self.node.time_source.now
+        idle_ms = 0.0 if self._done_s is None else 1e3 * (now() - self._done_s)
+        refilling = node.refill.refilling
+        done = super().execute(batch, waiting, now_s)
+        self._done_s = now()
+        self._bench.note(STREAM, batch, done, refilling, idle_ms)
         return done
 
 

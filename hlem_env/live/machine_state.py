@@ -6,8 +6,7 @@ the host's processor, its link to the device, or the device had become slow, or 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,27 @@ TURNS = 20_000
 SLOW_HOST = 3.3
 """Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
 the one spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
-AFTER_EPOCHS = 2
+AFTER_EPOCHS = 3
 """Epochs after a slow one in which its queue still shows."""
 
 
-def undisturbed(samples: Sequence[Sequence[Mapping[str, Any]]]) -> NDArray[np.bool_]:
+def undisturbed(
+    samples: Sequence[Sequence[Mapping[str, Any]]], fastest_ms: float | None = None
+) -> NDArray[np.bool_]:
     """Epochs [n] in which the host was slow in none of the runs, nor shortly before.
 
     Which they are depends on the host alone, so that leaving the others out favours no run.
 
     Args:
         samples: of runs over the same n epochs, one after each epoch.
+        fastest_ms: the least `python_ms` of the machine; by default of these runs.
     """
     python_ms = np.array([[sample["python_ms"] for sample in run] for run in samples])
-    slow = (python_ms > SLOW_HOST * python_ms.min()).any(axis=0)
-    near = slow.copy()
+    fastest_ms = float(python_ms.min()) if fastest_ms is None else fastest_ms
+    slow: NDArray[np.bool_] = python_ms.max(axis=0) > SLOW_HOST * fastest_ms
+    kept = ~slow
     for later in range(1, AFTER_EPOCHS + 1):
-        near[later:] |= slow[:-later]
-    kept: NDArray[np.bool_] = ~near
+        kept[later:] &= ~slow[:-later]
     return kept
 
 
@@ -61,9 +63,9 @@ class MachineState:
         self._before = _system()
 
     def sample(self) -> dict[str, Any]:
-        """Milliseconds of fixed pieces of work now, and what the system counted since the last sample."""
+        """Milliseconds of fixed pieces of work now, by the node's time source, and counts since the last."""
         before, self._before = self._before, _system()
-        state: dict[str, Any] = {"python_ms": _timed(_python)}
+        state: dict[str, Any] = {"python_ms": self._timed(_python)}
         if self._node.device.type == "cuda":
             self._synchronised(self._fetch)  # the first after a pause wakes the device
             state["rows_ms"] = self._synchronised(self._fetch)
@@ -76,22 +78,22 @@ class MachineState:
     def _multiply(self) -> None:
         torch.mm(self._square, self._square)
 
-    def _synchronised(self, work: Any) -> float:
+    def _synchronised(self, work: Callable[[], object]) -> float:
         def whole() -> None:
             work()
             torch.cuda.synchronize(self._node.device)
 
-        return _timed(whole)
+        return self._timed(whole)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        now = self._node.time_source.now
+        start_s = now()
+        work()
+        return 1000.0 * (now() - start_s)
 
 
 def _python() -> int:
     return sum(i & 3 for i in range(TURNS))
-
-
-def _timed(work: Any) -> float:
-    start_s = time.perf_counter()
-    work()
-    return 1000.0 * (time.perf_counter() - start_s)
 
 
 def _system() -> dict[str, int]:

@@ -27,7 +27,7 @@ from hlem_env import mdp
 from hlem_env.errors import BackendError, require
 from hlem_env.eviction.policies import make_policy
 from hlem_env.live.attention import PagedKv
-from hlem_env.live.cache_state import COUNTERS, MISSED
+from hlem_env.live.cache_state import COUNTERS, MISSED, UNIQUE
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.drawn_items import DrawnItems
 from hlem_env.live.embedding_cache import EmbeddingCache
@@ -65,6 +65,10 @@ class Executed(NamedTuple):
     """KV pages that the whole history takes or would take."""
     rows_hit: int
     """Rows looked up that were resident when the batch started."""
+    rows_fetched: int
+    """Distinct rows that came over the link for it."""
+    ahead: bool
+    """Whether rows of the next batch were looked for meanwhile."""
     device_s: float
     """Seconds from the batch's start to its completion, the host's part included."""
 
@@ -168,7 +172,7 @@ class LiveNode:
         )  # fmt: skip
         self.last_p99_ms = 0.0
         """Of the last epoch; refill and prefetch pause while it is near the SLO."""
-        self._missed = 0
+        self._missed = self._fetched = 0
         self._told = AheadBytes(0, 0)
         self._told_evictions = 0
 
@@ -233,7 +237,7 @@ class LiveNode:
             self._counters.copy_(self.embedding.state.counters, non_blocking=True)
             looked_up = self.refill.mark() if len(waiting) else None
             scores = self._scores(rows, batch, cached, lengths - cached, candidates)
-            self._prefetch(waiting, len(requests), looked_up)
+            ahead = self._prefetch(waiting, len(requests), looked_up)
             self._finish(now_s - start_s)
         except BaseException:
             self.kv.abort(batch)
@@ -243,12 +247,15 @@ class LiveNode:
         self._items.served(requests)
         self.partition.settle()
         missed, self._missed = self._missed, int(self._counted[MISSED])
+        fetched, self._fetched = self._fetched, int(self._counted[UNIQUE])
         return Executed(
             scores=scores,
             reused=cached,
             computed=lengths - cached + candidates,
             pages=self._kv_pages(lengths),
             rows_hit=keys.numel() - (self._missed - missed),
+            rows_fetched=self._fetched - fetched,
+            ahead=ahead,
             device_s=self.time_source.now() - start_s,
         )
 
@@ -359,26 +366,24 @@ class LiveNode:
         scores: Tensor = self.model(rows.sum(1), batch, paged)
         return scores
 
-    def _prefetch(self, waiting: Requests, ahead: int, after: torch.cuda.Event | None) -> None:
+    def _prefetch(self, waiting: Requests, ahead: int, after: torch.cuda.Event | None) -> bool:
         """Plan the missing rows of the requests that come next, behind this batch's lookup alone.
 
         On a CPU nothing computes meanwhile, so that waiting requests would only wait longer.
+
+        Returns:
+            Whether there are enough of them to be worth it.
         """
         self.refill.forget_prefetch()
-        upcoming = self.upcoming(waiting)
-        if upcoming is None:
-            return
-        with self.refill.aside(after):
-            self.refill.prefetch(self._items.keys(*upcoming, ahead))
-
-    def upcoming(self, waiting: Requests) -> tuple[Requests, Window, Ints] | None:
-        """The next batch, its windows and cached tokens [n]; None where no rows are worth fetching ahead."""
         if self.device.type == "cpu" or len(waiting) == 0:
-            return None
+            return False
         some = waiting[: self.first_batch(waiting)]
         window, cached = self._reusable(some)
-        new = int((some.history_length.astype(np.int64) - cached).sum())
-        return None if new < PREFETCH_TOKENS else (some, window, cached)
+        if int((some.history_length.astype(np.int64) - cached).sum()) < PREFETCH_TOKENS:
+            return False
+        with self.refill.aside(after):
+            self.refill.prefetch(self._items.keys(some, window, cached, ahead))
+        return True
 
     def _reusable(self, requests: Requests) -> tuple[Window, Ints]:
         """Windows of requests that wait, and the tokens [n] whose K and V would be reused now.

@@ -73,14 +73,17 @@ def test_a_slice_goes_on_where_the_last_one_ended(
     assert records == {path: path.read_bytes() for path in args.records.iterdir()}
     assert len(records) == 3  # the speed of the machine beside
     states = [json.loads(text).get("machine_state") for text in records.values()]
-    assert sorted(len(state or ()) for state in states) == [0, 1, 1]  # one an epoch
+    assert sorted(len(state or ()) for state in states) == [0, 9, 9]  # one an epoch, 8 of warm-up
 
 
-def row(alpha_centi: int, live: float, sim: float, saturated: bool = False) -> dict[str, Any]:
+def row(
+    alpha_centi: int, live: float, sim: float, saturated: bool = False, disturbed: bool = False
+) -> dict[str, Any]:
     run = {"layers": 6, "regime": "steady", "alpha_centi": alpha_centi, "seed": 1}
     figures = {"mean_service_ms": 1.0, "utilisation": 0.5, "kv_hit": 0.4, "emb_hit": 0.5}
     return {
         "run": run,
+        "disturbed": disturbed,
         "live": figures | {"p99_ms": live, "saturated": saturated},
         "sim": figures | {"p99_ms": sim, "saturated": False},
     }
@@ -88,12 +91,14 @@ def row(alpha_centi: int, live: float, sim: float, saturated: bool = False) -> d
 
 def test_figures_over_alpha() -> None:
     found = compare([row(10, 30.0, 33.0), row(30, 20.0, 19.0), row(50, 18.0, 21.0),
-                     row(70, 900.0, 50.0, saturated=True)])  # fmt: skip
+                     row(70, 900.0, 50.0, saturated=True),
+                     row(90, 9.0, 900.0, disturbed=True)])  # fmt: skip
     group, summary = found["groups"][0], found["summary"]
     assert (group["best_alpha_live"], group["best_alpha_sim"]) == (0.5, 0.3)
     assert group["regret"] == pytest.approx(20 / 18 - 1)
     assert group["rank_correlation"] == pytest.approx(0.8)
-    # The saturated one counts in no percentage.
+    assert (summary["runs"], summary["disturbed"], summary["saturated"]) == (5, 1, 1)
+    # The saturated one counts in no percentage, the disturbed one in nothing.
     assert summary["median_p99_error"] == pytest.approx(0.1)
     assert summary["largest_p99_error"] == pytest.approx(21 / 18 - 1)
     assert found["rows"][3]["error"]["p99"] is None

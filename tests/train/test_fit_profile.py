@@ -8,6 +8,7 @@ import pytest
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
 from train.fit_profile import fit
+from train.host_speed import kept
 
 CONFIG = LiveConfig.load("h100")
 LENGTHS = (2500, 5000, 10_000)
@@ -108,7 +109,8 @@ def streamed(layers: int, ratios: list[float]) -> dict[str, Any]:
         pause_ms = np.interp(one["idle_ms"], (0.0, *AFTER_IDLE), (0.0, *AFTER_IDLE.values()))
         one["ms"] = ratio * (one["ms"] + float(pause_ms))
         samples.append(one)
-    state = [{"python_ms": ms} for ms in (1.0, 1.4, 9.0)]
+    # Two seconds before the stream is noted, and two of it.
+    state = [{"python_ms": ms} for ms in (1.0, 1.4, 1.8, 1.2)]
     whole = measured(layers)
     return whole | {"samples": whole["samples"] + samples, "machine_state": state}
 
@@ -119,7 +121,24 @@ def test_streams_tell_what_a_pause_costs_and_few_slow_batches_do_not_move_it() -
     assert found.idle_ms == tuple(AFTER_IDLE)
     assert found.after_idle_ms == pytest.approx(list(AFTER_IDLE.values()), rel=0.01)
     assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
-    assert found.host_ms == 1.4
+    assert found.host_ms == pytest.approx(1.35)
+
+
+def test_batches_beside_a_slow_host_are_left_out() -> None:
+    """The sixth of twelve seconds is slow; its queue shows in the three after it."""
+    n = 1200
+    slow = [5 <= i * 12 // n <= 8 for i in range(n)]
+    depth = streamed(6, [4.0 if late else 1.0 for late in slow])
+    for i, one in enumerate(depth["samples"][-n:]):  # each second has as many
+        one["idle_ms"] = 30.0 + 1e-6 * i - one["ms"]
+    host = [1.4] * 24
+    host[12 + 5] = 9.0
+    depth["machine_state"] = [{"python_ms": ms} for ms in host]
+    stay = kept(depth)[-n:]
+    assert (stay == slow).mean() < 0.01  # at the borders of the seconds
+    found = fit([depth], CONFIG, "made-up")
+    assert len(found.jitter) == stay.sum()
+    assert found.host_ms == pytest.approx(1.4)
 
 
 def test_jitter_keeps_the_order_of_a_stream() -> None:

@@ -1,0 +1,45 @@
+"""What is noted of a served stream, on a node of a few megabytes."""
+
+from dataclasses import replace
+
+import pytest
+
+from hlem_env.live.config import LiveConfig
+from hlem_env.live.node import LiveNode
+from hlem_env.live.time_source import CpuTime
+from train import service_times
+from train.service_times import Bench, run_streams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_every_batch_of_a_stream_is_noted_with_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(
+        LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, layers=1, mean_history_tokens=60,
+        max_history_tokens=160, rows_per_table=20_000, emulated_link_gbps=None, epoch_seconds=0.25,
+        hot_share=(0.3,), requests_per_s=(70.0,), probe_ms=5.0,
+    )  # fmt: skip
+    monkeypatch.setattr(service_times, "STREAM_ALPHAS_CENTI", (30,))
+    node = LiveNode(config, "lru", time_source=CpuTime())
+    counted = []
+    execute = LiveNode.execute
+
+    def counting(self, *args):  # type: ignore[no-untyped-def]
+        before = self.embedding.counters()
+        done = execute(self, *args)
+        counted.append(self.embedding.counters() - before)
+        return done
+
+    monkeypatch.setattr(LiveNode, "execute", counting)
+    bench = Bench(node)
+    states = run_streams(bench, 0.5)
+    noted = bench.samples
+    assert len(states) == 4  # two epochs without notes, two with
+    assert len(noted) > 5
+    assert [one.missed_rows for one in noted] == [
+        one.unique_misses for one in counted[-len(noted) :]
+    ]
+    assert [one.hit_rows for one in noted] == [one.hit for one in counted[-len(noted) :]]
+    assert all(one.kind == "stream" and one.alpha == 0.3 and one.ms > 0 for one in noted)
+    assert noted[0].idle_ms == 0 and max(one.idle_ms for one in noted) > 0
+    node.close()
