@@ -87,6 +87,10 @@ class Slice:
         """Keep a piece's record."""
         write_result(self._file(name), self._command, {"commit": self._commit, **payload})
 
+    def forget(self, name: str) -> None:
+        """Delete a piece's record."""
+        self._file(name).unlink()
+
     def once(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """A piece's record, made if it is not there; other processes wait until it is."""
         if not self.has(name):

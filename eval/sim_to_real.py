@@ -23,7 +23,12 @@ from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_tables import HostTables
-from hlem_env.live.machine_state import MachineState, undisturbed
+from hlem_env.live.machine_state import (
+    HOST_INSTRUMENTS,
+    MachineState,
+    mean_host_ms,
+    undisturbed,
+)
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
 from hlem_env.live.time_source import CpuTime, WallTime
@@ -74,11 +79,14 @@ class Args:
     """hardware profile, or the path of one; by default PRESET-live"""
     machine_speed: bool = False
     """scale what is the host's of the profile (on a CPU all but the link) by how fast the host was in each
-    piece, over that of the calibration: a fixed piece of work, timed between epochs"""
+    piece, over that of the calibration: what it took to give the device a batch; on a CPU a fixed piece of
+    work, timed between epochs"""
     draws: int = 8
     """runs of the surrogate for each piece, of which the mean counts; they differ in the profile's jitter"""
     match_service: bool = False
     """scale it so that mean service times agree: what then differs is batching and queueing, not speed"""
+    again: bool = False
+    """measure anew, first, where the host was slow in most epochs: such runs count in no figure"""
     report: bool = False
     """compare what there is, measure nothing"""
     share: tuple[int, int] = (1, 1)
@@ -285,17 +293,14 @@ class Live:
 
 def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[str, Any]]:
     """Every run that has a record, with the surrogate's figures beside the live node's."""
-    records = [part.read(run.name) for run in setting.runs if part.has(run.name)]
-    fastest_ms = min((ms for record in records for ms in python_ms(record)), default=None)
     found = []
-    for record in records:
-        kept = undisturbed_epochs(record, fastest_ms)
-        disturbed = bool(kept.mean() < LEAST_UNDISTURBED)
-        kept |= disturbed
+    for record, kept in counted(setting, part):
+        disturbed = is_disturbed(kept)
+        kept |= disturbed  # for want of others
         now = profile
         if setting.args.machine_speed:
             scaled = profile.slower if setting.config.device == "cpu" else profile.slower_host
-            now = scaled(host_ms(record, kept) / profile.host_ms)
+            now = scaled(host_slowness(record, kept, profile))
         live = without(kept, record["live"])
         sim = without(kept, setting.simulate(record, now))
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
@@ -306,17 +311,49 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
     return found
 
 
-def python_ms(record: Mapping[str, Any]) -> list[float]:
-    """Times of the host's fixed piece of work in a run, one an epoch, those before the measured ones, too."""
-    return [float(state["python_ms"]) for state in record.get("machine_state", ())]
+def counted(setting: Setting, part: Slice) -> list[tuple[dict[str, Any], NDArray[np.bool_]]]:
+    """Every record, and which of its measured epochs count, bool [n]: those in which the host was not slow.
+
+    All where that is not known, or where it does not matter, on the clock of the node's CPU time.
+    """
+    records = [part.read(run.name) for run in setting.runs if part.has(run.name)]
+    states = [record.get("machine_state", ()) for record in records]
+    fastest_ms = min((state["python_ms"] for run in states for state in run), default=None)
+    found = []
+    for record, run in zip(records, states, strict=True):
+        epochs = len(record["live"]["epoch_p99_ms"])
+        if record["clock"] == "cpu" or not run:
+            kept = np.ones(epochs, np.bool_)
+        else:
+            kept = undisturbed([run], fastest_ms)[-epochs:]
+        found.append((record, kept))
+    return found
 
 
-def host_ms(record: Mapping[str, Any], kept: NDArray[np.bool_]) -> float:
-    """Their mean over the measured epochs that are kept, bool [n]."""
-    times = python_ms(record)
-    known = "runs that recorded how fast the host was"
-    require(len(times) > 0, "--machine-speed", record["run"], known)
-    return float(np.array(times[-len(kept) :])[kept].mean())
+def is_disturbed(kept: NDArray[np.bool_]) -> bool:
+    """Whether too few of a run's epochs count."""
+    return bool(kept.mean() < LEAST_UNDISTURBED)
+
+
+def forget_disturbed(setting: Setting, part: Slice) -> None:
+    """Delete the records of disturbed runs."""
+    for record, kept in counted(setting, part):
+        if is_disturbed(kept):
+            name = Run(**record["run"]).name
+            part.forget(name)
+            print(f"{name} was disturbed: it is measured again")
+
+
+def host_slowness(
+    record: Mapping[str, Any], kept: NDArray[np.bool_], profile: NodeProfile
+) -> float:
+    """What the host took in a run's epochs that are kept, bool [n], over what it took in the calibration."""
+    now = mean_host_ms(record.get("machine_state", ())[-len(kept) :], kept)
+    then = profile.host_ms.get(str(record["run"]["layers"]), {})
+    both = [name for name in HOST_INSTRUMENTS if name in now and name in then]
+    known = "runs, and a profile, that recorded how fast the host was"
+    require(bool(both), "--machine-speed", record["run"], known)
+    return now[both[0]] / then[both[0]]
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:
@@ -325,14 +362,6 @@ def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:
         return profile.hardware
     cpus = {part.read(run.name)["machine"]["cpu"] for run in setting.runs if part.has(run.name)}
     return ", ".join(sorted(cpus)) + ", emulated link"
-
-
-def undisturbed_epochs(record: Mapping[str, Any], fastest_ms: float | None) -> NDArray[np.bool_]:
-    """Measured epochs [n] in which the host was not slow; all where that is not known, or does not count."""
-    epochs = len(record["live"]["epoch_p99_ms"])
-    if record["clock"] == "cpu" or "machine_state" not in record:
-        return np.ones(epochs, np.bool_)
-    return undisturbed([record["machine_state"]], fastest_ms)[-epochs:]
 
 
 def without(kept: NDArray[np.bool_], figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,6 +383,8 @@ def main(args: Args) -> int:
     setting = Setting(args)
     part = Slice(args.records, args.seconds, command("eval.sim_to_real"), args.commit, args.share)
     pieces = [Piece(run.name, setting.piece_s) for run in setting.runs]
+    if args.again and not args.report:
+        forget_disturbed(setting, part)
     missing = [piece for piece in pieces if not part.has(piece.name)]
     if missing and not args.report:
         live = Live(setting, part)
@@ -375,9 +406,6 @@ def main(args: Args) -> int:
         return 0
     require(isinstance(profile, NodeProfile), "profile", profile.name, "one of train.calibrate")
     assert isinstance(profile, NodeProfile)
-    if args.machine_speed:
-        known = "a profile that says how fast the host was when it was calibrated"
-        require(profile.host_ms > 0, "profile", profile.name, known)
     compared = compare(simulate(setting, part, profile))
     print_tables(compared, Console(width=140))
     if args.plot is not None:

@@ -242,7 +242,12 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         jitter=jitter,
         jitter_cold=jitter_cold,
         probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
-        host_ms=_round(host_speed.mean_ms(raw)),
+        host_ms={
+            str(depth["preset"]["layers"]): {
+                name: _round(ms) for name, ms in host_speed.mean_ms(depth).items()
+            }
+            for depth in raw
+        },
         fit={
             "cells": len(plain),
             "samples": sum(len(cell.times_ms) for cell in cells),

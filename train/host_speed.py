@@ -1,8 +1,7 @@
 """How fast the host was while batches were timed.
 
-Records of `train.service_times` hold the time of a fixed piece of Python after each second of the streams. It
-varies by two from second to second, as siblings of a core come and go, and what batches take of the host
-varies with its mean. Seconds in which the host was slower than that count nowhere.
+Records of `train.service_times` hold samples of `hlem_env.live.machine_state`, one after each second of the
+streams. Seconds in which the host was slow count nowhere.
 """
 
 from __future__ import annotations
@@ -13,21 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.live.machine_state import undisturbed
+from hlem_env.live.machine_state import mean_host_ms, undisturbed
 
 STREAM = "stream"
 """The kind of a batch that came as a load makes them."""
 
 
-def mean_ms(raw: Sequence[Mapping[str, Any]]) -> float:
-    """The fixed piece of work on average over all depths, milliseconds; 0 where it was not timed."""
-    times = []
-    for depth in raw:
-        states = depth.get("machine_state", ())
-        if states:
-            ms = np.array([state["python_ms"] for state in states])
-            times.append(ms[undisturbed([states])])
-    return float(np.concatenate(times).mean()) if times else 0.0
+def mean_ms(depth: Mapping[str, Any]) -> dict[str, float]:
+    """How fast the host was beside a depth's streams (`mean_host_ms`)."""
+    states = depth.get("machine_state", ())
+    return mean_host_ms(states, undisturbed([states])) if states else {}
 
 
 def kept(depth: Mapping[str, Any]) -> NDArray[np.bool_]:

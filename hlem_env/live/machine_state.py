@@ -24,6 +24,8 @@ TURNS = 20_000
 SLOW_HOST = 3.3
 """Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
 the one spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
+HOST_INSTRUMENTS = ("cold_host_ms", "python_ms")
+"""Of the host's speed, the better one first."""
 AFTER_EPOCHS = 3
 """Epochs after a slow one in which its queue still shows."""
 
@@ -48,6 +50,23 @@ def undisturbed(
     return kept
 
 
+def mean_host_ms(states: Sequence[Mapping[str, Any]], kept: NDArray[np.bool_]) -> dict[str, float]:
+    """How fast the host was on average, by each of the instruments that these samples have.
+
+    `cold_host_ms` is of all batches of one request with nothing cached, `python_ms` of moments between them.
+
+    Args:
+        states: of n epochs.
+        kept: bool [n], which of them count.
+    """
+    found = {}
+    for name in HOST_INSTRUMENTS:
+        values = np.array([state.get(name, 0.0) for state in states])[kept]
+        if (values > 0).any():
+            found[name] = float(values[values > 0].mean())
+    return found
+
+
 class MachineState:
     """Samples of one node's machine.
 
@@ -67,6 +86,7 @@ class MachineState:
         before, self._before = self._before, _system()
         state: dict[str, Any] = {"python_ms": self._timed(_python)}
         if self._node.device.type == "cuda":
+            state["cold_host_ms"] = self._node.take_cold_host_ms()
             self._synchronised(self._fetch)  # the first after a pause wakes the device
             state["rows_ms"] = self._synchronised(self._fetch)
             state["matmul_ms"] = self._synchronised(self._multiply)

@@ -173,6 +173,7 @@ class LiveNode:
         self.last_p99_ms = 0.0
         """Of the last epoch; refill and prefetch pause while it is near the SLO."""
         self._missed = self._fetched = 0
+        self._cold_host_s, self._cold_batches = 0.0, 0
         self._told = AheadBytes(0, 0)
         self._told_evictions = 0
 
@@ -237,6 +238,9 @@ class LiveNode:
             self._counters.copy_(self.embedding.state.counters, non_blocking=True)
             looked_up = self.refill.mark() if len(waiting) else None
             scores = self._scores(rows, batch, cached, lengths - cached, candidates)
+            if len(requests) == 1 and cached[0] == 0:
+                self._cold_host_s += self.time_source.now() - start_s
+                self._cold_batches += 1
             ahead = self._prefetch(waiting, len(requests), looked_up)
             self._finish(now_s - start_s)
         except BaseException:
@@ -291,6 +295,17 @@ class LiveNode:
         """KV entries evicted since the last call."""
         before, self._told_evictions = self._told_evictions, self.kv.evictions
         return self._told_evictions - before
+
+    def take_cold_host_ms(self) -> float:
+        """How fast the host was since the last call.
+
+        Returns:
+            What it took on average, in milliseconds, to give the device a batch of one request with nothing
+            cached; 0 if there was none. On a CPU that is the whole batch.
+        """
+        taken_s, batches = self._cold_host_s, self._cold_batches
+        self._cold_host_s, self._cold_batches = 0.0, 0
+        return 1000.0 * taken_s / max(batches, 1)
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""

@@ -154,8 +154,8 @@ class NodeProfile(HardwareProfile):
     """The same batches, were some of it not cached; as many."""
     probe_ms: dict[str, float] = field(default_factory=dict, compare=False, hash=False)
     """`LiveNode.probe_ms` of each depth when the rest was measured: how fast the machine was."""
-    host_ms: float = field(default=0.0, compare=False)
-    """`python_ms` of `hlem_env.live.machine_state` then: how fast the host was; 0: nobody knows."""
+    host_ms: dict[str, dict[str, float]] = field(default_factory=dict, compare=False, hash=False)
+    """`hlem_env.live.machine_state.mean_host_ms` of each depth then: how fast the host was."""
     fit: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
     """Commit, machine, and how well the model fits what was measured."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.sim_to_real import Args, main
+from eval.sim_to_real import Args, host_slowness, main
 from eval.sim_to_real_report import compare, rank_correlation
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
@@ -115,3 +115,39 @@ def test_rank_correlation_of_a_permutation() -> None:
 def test_a_plain_profile_is_refused(files: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="profile"):
         main(Args(**(files | {"profile": "h100"}), report=True))
+
+
+def test_only_what_was_disturbed_is_measured_again(
+    files: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = Args(
+        **files, alphas=(0.1, 0.4), settle_epochs=0, epochs=4, epoch_seconds=0.05, clock="wall"
+    )  # fmt: skip
+    assert main(args) == 0
+    capsys.readouterr()
+    steady, slow = sorted(args.records.glob("2-layers-*.json"))
+    for path, late in ((steady, ()), (slow, (8,))):  # the first that is measured
+        record = json.loads(path.read_text())
+        for epoch, state in enumerate(record["machine_state"]):
+            state["python_ms"] = 9.0 if epoch in late else 1.0
+        path.write_text(json.dumps(record))
+    before = steady.read_bytes()
+    assert main(replace(args, again=True, seconds=0.01)) == 0
+    assert steady.read_bytes() == before and not slow.exists()
+    assert f"{slow.stem} was disturbed" in capsys.readouterr().out
+
+
+def test_the_hosts_speed_is_taken_from_what_both_have(files: dict[str, Any]) -> None:
+    profile = NodeProfile(
+        **vars(HardwareProfile.load("h100")), host_ms={"6": {"python_ms": 2.0, "cold_host_ms": 1.0}}
+    )
+    run = {"layers": 6, "regime": "steady", "alpha_centi": 10, "seed": 1}
+    states = [{"python_ms": 9.0}, {"python_ms": 3.0}, {"python_ms": 8.0}, {"python_ms": 5.0}]
+    record: dict[str, Any] = {"run": run, "machine_state": states}
+    kept = np.array([True, False, True])
+    assert host_slowness(record, kept, profile) == (3.0 + 5.0) / 2 / 2.0
+    for state, cold in zip(states, (9.0, 0.0, 1.0, 1.5), strict=True):
+        state["cold_host_ms"] = cold  # an epoch without such a batch says nothing
+    assert host_slowness(record, kept, profile) == 1.5
+    with pytest.raises(ArgumentError, match="machine-speed"):
+        host_slowness(record | {"run": run | {"layers": 3}}, kept, profile)

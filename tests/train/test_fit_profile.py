@@ -121,7 +121,9 @@ def test_streams_tell_what_a_pause_costs_and_few_slow_batches_do_not_move_it() -
     assert found.idle_ms == tuple(AFTER_IDLE)
     assert found.after_idle_ms == pytest.approx(list(AFTER_IDLE.values()), rel=0.01)
     assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
-    assert found.host_ms == pytest.approx(1.35)
+    assert {layers: of["python_ms"] for layers, of in found.host_ms.items()} == pytest.approx(
+        {"3": 1.35, "6": 1.35}
+    )
 
 
 def test_batches_beside_a_slow_host_are_left_out() -> None:
@@ -138,7 +140,7 @@ def test_batches_beside_a_slow_host_are_left_out() -> None:
     assert (stay == slow).mean() < 0.01  # at the borders of the seconds
     found = fit([depth], CONFIG, "made-up")
     assert len(found.jitter) == stay.sum()
-    assert found.host_ms == pytest.approx(1.4)
+    assert found.host_ms["6"]["python_ms"] == pytest.approx(1.4)
 
 
 def test_jitter_keeps_the_order_of_a_stream() -> None:
