@@ -131,7 +131,7 @@ def _agreement(values: Values) -> str:
         f" {summary['median_emb_hit_points']:.1f} points, rank correlation"
         f" {'-' if rank is None else f'{rank:.2f}'}, best alpha off by"
         f" {summary['mean_best_alpha_difference']:.2f}; {summary['runs']} runs,"
-        f" {summary['saturated']} saturated"
+        f" {summary['disturbed']} disturbed, {summary['saturated']} saturated"
     )
 
 
@@ -185,12 +185,13 @@ CLAIMS = (
     Claim("The same, half resident", "bench_embedding_h200.json", _embedding("speedup_cached_0.5")),
     Claim("A request on a live node", "bench_node_h200.json", _service),
     Claim("A move of a tenth of the pool", "bench_node_h200.json", _move),
-    Claim("Live node and surrogate on the same requests, calibrated on that machine, 6 layers",
+    Claim("Live node and surrogate on the same requests, calibrated just before on that machine",
           "sim-to-real-h200.json", _agreement),
-    Claim("The same, calibrated on another machine of the kind, 3 layers",
-          "sim-to-real-h200-3-layers.json", _agreement),
-    Claim("The same on a node with slow spells", "sim-to-real-h100.json", _agreement),
-    Claim("The same on a busy CPU", "sim-to-real-cpu-small.json", _agreement),
+    Claim("The same, by the host's speed in each run", "sim-to-real-h200-host-speed.json", _agreement),
+    Claim("The same, mean service times matched run by run",
+          "sim-to-real-h200-matched.json", _agreement),
+    Claim("As calibrated, on a node with slow spells", "sim-to-real-h100.json", _agreement),
+    Claim("As calibrated, on a CPU", "sim-to-real-cpu-small.json", _agreement),
     Claim("The same, mean service times matched run by run",
           "sim-to-real-cpu-small-matched.json", _agreement),
     Claim("Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",

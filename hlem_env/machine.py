@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import shlex
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hlem_env.errors import ArgumentError
+
+_FLAT_LIST = re.compile(r"\[([^\[\]{}]*)\]")
 
 
 def machine() -> dict[str, Any]:
@@ -48,6 +51,17 @@ def git_revision() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def json_text(values: Mapping[str, Any]) -> str:
+    """JSON with indents, lists of plain values on a line.
+
+    Raises:
+        TypeError: something is no plain value.
+        ValueError: NaN or infinity.
+    """
+    text = json.dumps(values, indent=2, allow_nan=False)
+    return _FLAT_LIST.sub(lambda found: _on_a_line(found[1]), text) + "\n"
+
+
 def write_result(path: str | Path, command: str, payload: Mapping[str, Any]) -> None:
     """Write a result as JSON beside its command and `machine()`, in one step.
 
@@ -66,7 +80,7 @@ def write_result(path: str | Path, command: str, payload: Mapping[str, Any]) -> 
         raise ArgumentError("payload", taken, "keys other than command and machine")
     result = {"command": command, "machine": machine(), **payload}
     try:
-        text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+        text = json_text(result)
     except (TypeError, ValueError) as error:
         allowed = f"plain JSON values without NaN and infinity ({error})"
         raise ArgumentError("payload", sorted(payload), allowed) from error
@@ -113,3 +127,9 @@ def allow_open_files(wanted: int = 16_384) -> None:
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _on_a_line(items: str) -> str:
+    """A list without its line breaks, which no string in JSON has."""
+    inside = re.sub(r"^\n\s*|\n\s*$", "", items)
+    return "[" + re.sub(r"\n\s*", " ", inside) + "]"

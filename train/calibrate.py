@@ -17,11 +17,12 @@ SLO is 1.2 times the P99 there, averaged over the hot shares: the surrogate's 30
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -33,15 +34,13 @@ from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
 from hlem_env.live.time_source import CpuTime, WallTime
 from hlem_env.live_scenario import live_workload
-from hlem_env.machine import command, git_revision, machine, write_result
+from hlem_env.machine import command, git_revision, json_text, machine, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.telemetry import EpochStats
 from train.fit_profile import fit
 from train.service_times import measure
 
 SLO_OVER_P99 = 1.2
-NUMBERS = re.compile(r"\[[\s\d.,e+-]*\]")
-"""A list of numbers in JSON: it goes on one line."""
 
 
 @dataclass
@@ -187,6 +186,7 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
             node.close()
         took_s = time.perf_counter() - began_s
         payload = measured | {
+            "samples": columns(measured["samples"]),
             "hardware": device_name(config),
             "commit": args.commit or git_revision(),
             "seconds": took_s,
@@ -195,10 +195,21 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
     return missing
 
 
+def columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Samples as a list for each of their values: a third of the file."""
+    return {name: [sample[name] for sample in samples] for name in samples[0]}
+
+
+def rows(of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The samples of `columns`."""
+    return [dict(zip(of, values, strict=True)) for values in zip(*of.values(), strict=True)]
+
+
 def write_profile(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> None:
     """Fit what was measured, write the profile and print how well it fits."""
     files = [record_file(args, config, layers) for layers in depths]
     raw = [json.loads(file.read_text("utf-8")) for file in files]
+    raw = [depth | {"samples": rows(depth["samples"])} for depth in raw]
     profile = fit(raw, config, f"{Path(config.name).name}-live")
     about = {
         "commit": raw[0]["commit"],
@@ -210,8 +221,7 @@ def write_profile(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> No
     values["fit"] = about | values["fit"]
     args.profiles.mkdir(parents=True, exist_ok=True)
     path = args.profiles / f"{profile.name}.json"
-    text = NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(values, indent=2))
-    path.write_text(text + "\n")
+    path.write_text(json_text(values), "utf-8")
     quality = profile.fit
     print(f"{path}: residuals of {quality['cells']} cells, median"
           f" {100 * quality['median_relative_residual']:.1f} %, P90"
