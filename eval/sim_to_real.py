@@ -104,6 +104,8 @@ class Args:
         require(self.settle_epochs >= 0, "settle_epochs", self.settle_epochs, "0 or more")
         for alpha in self.alphas:
             require(0 <= alpha <= 1, "alphas", alpha, "0 to 1")
+        alone = not self.report and self.share == (1, 1)
+        require(not self.again or alone, "again", "with --report or --share", "neither beside it")
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
 
 
@@ -383,7 +385,7 @@ def main(args: Args) -> int:
     setting = Setting(args)
     part = Slice(args.records, args.seconds, command("eval.sim_to_real"), args.commit, args.share)
     pieces = [Piece(run.name, setting.piece_s) for run in setting.runs]
-    if args.again and not args.report:
+    if args.again:
         forget_disturbed(setting, part)
     missing = [piece for piece in pieces if not part.has(piece.name)]
     if missing and not args.report:

@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from hlem_env.command_line import run_command
-from hlem_env.errors import require
+from hlem_env.errors import ArtefactError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
@@ -205,11 +205,23 @@ def rows(of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(of, values, strict=True)) for values in zip(*of.values(), strict=True)]
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """What `measure_depths` wrote.
+
+    Raises:
+        ArtefactError: it is damaged, or something else.
+    """
+    try:
+        depth: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        return depth | {"samples": rows(depth["samples"])}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ArtefactError(f"{path} is no record of this command: {error!r}") from error
+
+
 def write_profile(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> None:
     """Fit what was measured, write the profile and print how well it fits."""
     files = [record_file(args, config, layers) for layers in depths]
-    raw = [json.loads(file.read_text("utf-8")) for file in files]
-    raw = [depth | {"samples": rows(depth["samples"])} for depth in raw]
+    raw = [read_record(file) for file in files]
     profile = fit(raw, config, f"{Path(config.name).name}-live")
     about = {
         "commit": raw[0]["commit"],

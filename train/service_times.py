@@ -6,8 +6,7 @@ and rows missing (cold), nothing cached and rows resident (again), all but a few
 a longer piece that is new (delta), several requests (hot, cold), some of each (mixed), a next batch that
 waits (ahead), rows moved meanwhile (refill). A batch starts when the one before has completed.
 
-Then come batches as a served load makes them (stream). The others do not tell what a batch takes in service:
-at a small alpha batches with nothing cached take 1.4 times as long when they come one after the other.
+Then come batches as a served load makes them (stream), after one another and after pauses.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ SIDE = 2048
 TURNS = 20_000
 SLOW_HOST = 3.3
 """Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
-the one spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
+the first spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
 HOST_INSTRUMENTS = ("cold_host_ms", "python_ms")
-"""Of the host's speed, the better one first."""
+"""Of the host's speed, the one of more moments first."""
 AFTER_EPOCHS = 3
-"""Epochs after a slow one in which its queue still shows."""
+"""Epochs after a slow one in which its queue may still show: so long it did in one record of an H200."""
 
 
 def undisturbed(

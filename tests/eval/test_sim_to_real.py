@@ -135,6 +135,9 @@ def test_only_what_was_disturbed_is_measured_again(
     assert main(replace(args, again=True, seconds=0.01)) == 0
     assert steady.read_bytes() == before and not slow.exists()
     assert f"{slow.stem} was disturbed" in capsys.readouterr().out
+    for other in ({"report": True}, {"share": (1, 2)}):
+        with pytest.raises(ArgumentError, match="again"):
+            replace(args, again=True, **other)
 
 
 def test_the_hosts_speed_is_taken_from_what_both_have(files: dict[str, Any]) -> None:

@@ -1,13 +1,16 @@
 """What is noted of a served stream, on a node of a few megabytes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from hlem_env.errors import ArtefactError
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.time_source import CpuTime
 from train import service_times
+from train.calibrate import columns, read_record, rows
 from train.service_times import Bench, run_streams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,3 +46,17 @@ def test_every_batch_of_a_stream_is_noted_with_its_rows(monkeypatch: pytest.Monk
     assert all(one.kind == "stream" and one.alpha == 0.3 and one.ms > 0 for one in noted)
     assert noted[0].idle_ms == 0 and max(one.idle_ms for one in noted) > 0
     node.close()
+
+
+def test_samples_are_kept_as_columns() -> None:
+    samples = [{"kind": "cold", "cached": [0, 7]}, {"kind": "hot 1", "cached": [9]}]
+    assert rows(columns(samples)) == samples
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"samples": [1, 2]}', '{"samples": {"a": [1], "b": []}}']
+)
+def test_what_is_no_record_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text(text)
+    with pytest.raises(ArtefactError, match="no record"):
+        read_record(tmp_path / "record.json")
