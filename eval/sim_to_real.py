@@ -350,7 +350,8 @@ def host_slowness(
     record: Mapping[str, Any], kept: NDArray[np.bool_], profile: NodeProfile
 ) -> float:
     """What the host took in a run's epochs that are kept, bool [n], over what it took in the calibration."""
-    now = mean_host_ms(record.get("machine_state", ())[-len(kept) :], kept)
+    states = record.get("machine_state", ())
+    now = mean_host_ms(states[-len(kept) :], kept) if states else {}
     then = profile.host_ms.get(str(record["run"]["layers"]), {})
     both = [name for name in HOST_INSTRUMENTS if name in now and name in then]
     known = "runs, and a profile, that recorded how fast the host was"
