@@ -29,7 +29,7 @@ from eval.end_to_end_plan import (
 from eval.end_to_end_report import print_tables, report
 from eval.pieces import Piece, Slice, time_left
 from eval.records import SATURATION
-from eval.sim_to_real import CLOCKS, START_S
+from eval.sim_to_real import START_S
 from hlem_env.backend import Runner, run_controller
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
@@ -37,6 +37,7 @@ from hlem_env.live.config import LiveConfig
 from hlem_env.live.machine_state import MachineState
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
+from hlem_env.live.time_source import CLOCKS, clock_name, make_clock
 from hlem_env.live_scenario import live_workload
 from hlem_env.machine import command, write_result
 from hlem_env.mdp import MdpConfig
@@ -108,7 +109,7 @@ class Bench:
             preset, epoch_seconds=seconds, zipf=PRESETS[args.dataset].zipf,
             layers=args.layers or preset.layers,
         )  # fmt: skip
-        self.clock = args.clock if args.clock != "auto" else ("wall", "cpu")[preset.device == "cpu"]
+        self.clock = clock_name(args.clock, preset.device)
         self._node: LiveNode | None = None
         self._speed: float | None = None
 
@@ -184,7 +185,8 @@ class Bench:
 
     def _at(self, kv_policy: str) -> LiveNode:
         if self._node is None:
-            self._node = LiveNode(self.config, kv_policy, time_source=CLOCKS[self.clock]())
+            clock = make_clock(self.clock, self.config.device)
+            self._node = LiveNode(self.config, kv_policy, time_source=clock)
         self._node.kv_policy = kv_policy
         return self._node
 

@@ -29,12 +29,13 @@ from eval.refill_under_load import (
     start,
     watch,
 )
-from eval.sim_to_real import CLOCKS, START_S
+from eval.sim_to_real import START_S
 from eval.statistics import pooled_percentile, ratio_of_pooled_percentiles
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
+from hlem_env.live.time_source import CLOCKS, clock_name, make_clock
 from hlem_env.machine import command, write_result
 
 STEPS_CENTI = (2, 6, 10)
@@ -247,13 +248,13 @@ def main(args: Args) -> int:
     part = Slice(
         args.records, args.seconds, command("eval.non_disruption"), args.commit, args.share
     )
-    clock = args.clock if args.clock != "auto" else ("wall", "cpu")[config.device == "cpu"]
+    clock = clock_name(args.clock, config.device)
     count = -(-args.moves // (2 * args.rounds))
     piece_s = args.warm_s + args.window_s * (1 + 3 * len(ARMS) * len(STEPS_CENTI) * args.rounds)
     pieces = [Piece(f"round-{number:03d}", piece_s + 1) for number in range(1, count + 1)]
     missing = [piece for piece in pieces if not part.has(piece.name)]
     if missing and not args.report:
-        node = LiveNode(config, time_source=CLOCKS[clock]())
+        node = LiveNode(config, time_source=make_clock(clock, config.device))
         try:
             rate = float(part.once("rate", lambda: find_rate(node, args))["requests_per_s"])
 

@@ -31,14 +31,13 @@ from hlem_env.live.machine_state import (
 )
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
-from hlem_env.live.time_source import CpuTime, WallTime
+from hlem_env.live.time_source import CLOCKS, clock_name, make_clock
 from hlem_env.live_scenario import live_workload, surrogate_twin
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
 from hlem_env.telemetry import EpochStats
 
-CLOCKS = {"wall": WallTime, "cpu": CpuTime}
 MATCHING_ROUNDS = 2
 LEAST_UNDISTURBED = 0.5
 """A run with less than this share of undisturbed epochs is disturbed, and counts in no figure."""
@@ -144,8 +143,7 @@ class Setting:
             for alpha in args.alphas
         ]
         self.piece_s = seconds * (preset.warmup_epochs + args.settle_epochs + args.epochs) + 1.0
-        clock = args.clock if args.clock != "auto" else ("wall", "cpu")[preset.device == "cpu"]
-        self.clock = clock
+        self.clock = clock_name(args.clock, preset.device)
         """By name."""
 
     def at(self, run: Run) -> LiveConfig:
@@ -285,7 +283,7 @@ class Live:
     def _at(self, run: Run) -> LiveNode:
         if self._node is None or self._node.config.layers != run.layers:
             self.close()
-            clock = CLOCKS[self._setting.clock]()
+            clock = make_clock(self._setting.clock, self._setting.config.device)
             self._node = LiveNode(
                 self._setting.at(run), self._setting.args.kv_policy, self._tables, clock
             )

@@ -32,7 +32,7 @@ from hlem_env.errors import ArtefactError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
-from hlem_env.live.time_source import CpuTime, WallTime
+from hlem_env.live.time_source import clock_name, make_clock
 from hlem_env.live_scenario import live_workload
 from hlem_env.machine import command, git_revision, json_text, machine, write_result
 from hlem_env.scenario import Scenario
@@ -178,7 +178,7 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
         layers = missing.pop(0)
         began_s = time.perf_counter()
         at = replace(config, layers=layers, epoch_seconds=min(config.epoch_seconds, 1.0))
-        node = LiveNode(at, "lru", tables, time_source(config))
+        node = LiveNode(at, "lru", tables, make_clock(clock_name("auto", at.device), at.device))
         try:
             tables = node.tables
             measured = measure(node, args.repeats, args.rate_seconds)
@@ -240,11 +240,6 @@ def write_profile(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> No
           f" {100 * quality['p90_relative_residual']:.1f} %, largest"
           f" {100 * quality['largest_relative_residual']:.1f} %")  # fmt: skip
     print(json.dumps(quality["by_kind"]))
-
-
-def time_source(config: LiveConfig) -> WallTime:
-    """Wall time on a GPU, CPU time on a CPU: what else runs there is no property of the node."""
-    return WallTime() if config.device == "cuda" else CpuTime()
 
 
 def device_name(config: LiveConfig) -> str:

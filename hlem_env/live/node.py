@@ -40,7 +40,7 @@ from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
 from hlem_env.live.partition import Move, Partition
 from hlem_env.live.pool import Pool
 from hlem_env.live.refill import Refill, TokenBucket
-from hlem_env.live.time_source import WallTime
+from hlem_env.live.time_source import WallTime, make_clock
 from hlem_env.workload.requests import Requests
 
 Ints = NDArray[np.int64]
@@ -89,7 +89,7 @@ class LiveNode:
             When the attribute changes, from the next `reset` on.
         tables: of another node with the same ones, instead of making them anew, which takes a minute
             where they are large.
-        time_source: what its times follow.
+        time_source: what its times follow; by default the time that passes.
         row_policy: of the embedding cache: "lru", "scan_resistant", "laru", "fpb" or "hf".
 
     Raises:
@@ -106,7 +106,7 @@ class LiveNode:
         row_policy: str = "lru",
     ) -> None:
         self.config, self.kv_policy, self._row_policy = config, kv_policy, row_policy
-        self.time_source = time_source or WallTime()
+        self.time_source = time_source or make_clock("wall", config.device)
         self.device, self._dtype = torch.device(config.device), getattr(torch, config.dtype)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise BackendError(f"the preset {config.name} needs a CUDA device, and there is none")

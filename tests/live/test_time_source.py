@@ -1,6 +1,8 @@
 import time
 
-from hlem_env.live.time_source import CpuTime, WallTime
+import pytest
+
+from hlem_env.live.time_source import AwakeTime, CpuTime, WallTime, clock_name, make_clock
 
 
 def test_cpu_time_passes_over_waits_and_counts_work() -> None:
@@ -27,3 +29,23 @@ def test_wall_time_waits() -> None:
     begin_s = clock.now()
     clock.sleep(0.01)
     assert clock.now() - begin_s >= 0.01
+
+
+def test_a_wait_awake_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    clock = AwakeTime()
+    begin_s = clock.now()
+    clock.sleep(0.01)
+    assert clock.now() - begin_s >= 0.01
+    assert set(slept_s) == {0}
+    clock.sleep(-1.0)
+
+
+def test_which_clock_a_node_has() -> None:
+    assert clock_name("auto", "cpu") == "cpu"
+    assert clock_name("auto", "cuda") == "wall"
+    assert clock_name("wall", "cpu") == "wall"
+    assert type(make_clock("wall", "cuda")) is AwakeTime
+    assert type(make_clock("wall", "cpu")) is WallTime
+    assert type(make_clock("cpu", "cuda")) is CpuTime
