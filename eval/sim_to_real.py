@@ -24,6 +24,7 @@ from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.machine_state import (
+    COLD_HOST,
     HOST_INSTRUMENTS,
     MachineState,
     mean_host_ms,
@@ -37,6 +38,8 @@ from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
 from hlem_env.telemetry import EpochStats
+
+Floats = NDArray[np.float64]
 
 MATCHING_ROUNDS = 2
 LEAST_UNDISTURBED = 0.5
@@ -77,9 +80,9 @@ class Args:
     profile: str = ""
     """hardware profile, or the path of one; by default PRESET-live"""
     machine_speed: bool = False
-    """scale what is the host's of the profile (on a CPU all but the link) by how fast the host was in each
-    piece, over that of the calibration: what it took to give the device a batch; on a CPU a fixed piece of
-    work, timed between epochs"""
+    """scale what is the host's of the profile (on a CPU all but the link) by how fast the host was over the
+    calibration: in each epoch by what it took to give the device a batch; where that is not known, in each
+    piece by a fixed piece of work, timed between epochs"""
     draws: int = 8
     """runs of the surrogate for each piece, of which the mean counts; they differ in the profile's jitter"""
     match_service: bool = False
@@ -146,6 +149,11 @@ class Setting:
         self.clock = clock_name(args.clock, preset.device)
         """By name."""
 
+    @property
+    def unmeasured_epochs(self) -> int:
+        """Of each run, before the others."""
+        return max(self.config.warmup_epochs + self.args.settle_epochs, 1)
+
     def at(self, run: Run) -> LiveConfig:
         """The node of a run."""
         return replace(self.config, layers=run.layers)
@@ -160,28 +168,55 @@ class Setting:
             episode_epochs=args.settle_epochs + args.epochs,
         )
 
-    def simulate(self, record: Mapping[str, Any], profile: NodeProfile) -> dict[str, Any]:
-        """What the surrogate measures in the run of a record, under the record's load."""
+    def simulate(
+        self, record: Mapping[str, Any], profile: NodeProfile, slowness: Floats | None = None
+    ) -> dict[str, Any]:
+        """What the surrogate measures in the run of a record, under the record's load.
+
+        Args:
+            record: of the live node.
+            profile: the machine.
+            slowness: [epochs, those before the measured ones too] times as long as in the profile that
+                what is the host's takes; on a CPU everything but the link.
+        """
+        scaled = NodeProfile.slower if self.config.device == "cpu" else NodeProfile.slower_host
+
+        def set_speed(epoch: int) -> None:
+            if slowness is not None:
+                twin.set_speed(scaled(profile, float(slowness[epoch])))
+
         run = Run(**record["run"])
         scenario = replace(self.scenario(run), utilisation=record["scenario"]["utilisation"])
         twin = surrogate_twin(scenario, self.at(run), profile, record["speed"])
         drawn = []
         for twin.draw in range(self.args.draws):
-            drawn.append(self.serve(twin, run))
+            drawn.append(self.serve(twin, run, before=set_speed))
         return mean_of(drawn)
 
     def serve(
-        self, backend: Backend, run: Run, between: Callable[[], None] = lambda: None
+        self,
+        backend: Backend,
+        run: Run,
+        before: Callable[[int], None] = lambda epoch: None,
+        after: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """What a backend measures in a run; `between` is called after each epoch, of the warm-up, too."""
+        """What a backend measures in a run.
+
+        Args:
+            backend: live or simulated.
+            run: of which seed, at which alpha.
+            before: called before each epoch, of the warm-up, too, with its number.
+            after: called after each.
+        """
         seconds = self.config.epoch_seconds
-        before = max(round(backend.warmup_s / seconds) + self.args.settle_epochs, 1)
+        unmeasured = self.unmeasured_epochs
         backend.reset(run.seed)
         epochs = []
-        for _ in range(before + self.args.epochs):
+        for epoch in range(unmeasured + self.args.epochs):
+            before(epoch)
             epochs.append(backend.run(run.alpha_centi, seconds))
-            between()
-        return summary(epochs[before:], epochs[before - 1])
+            after()
+        return summary(epochs[unmeasured:], epochs[unmeasured - 1])
 
 
 def mean_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
@@ -255,7 +290,7 @@ class Live:
         workload = live_workload(setting.scenario(run), node.config, node.entries_in_pool, speed)
         state, samples = MachineState(node), list[dict[str, Any]]()
         measured = setting.serve(
-            LiveBackend(workload, node), run, lambda: samples.append(state.sample())
+            LiveBackend(workload, node), run, after=lambda: samples.append(state.sample())
         )
         about = {
             "preset": node.config.to_json(),
@@ -297,15 +332,15 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
     for record, kept in counted(setting, part):
         disturbed = is_disturbed(kept)
         kept |= disturbed  # for want of others
-        now = profile
+        now, slowness = profile, None
         if setting.args.machine_speed:
-            scaled = profile.slower if setting.config.device == "cpu" else profile.slower_host
-            now = scaled(host_slowness(record, kept, profile))
+            epochs = setting.unmeasured_epochs + kept.size
+            slowness = host_slowness(record, kept, profile, epochs)
         live = without(kept, record["live"])
-        sim = without(kept, setting.simulate(record, now))
+        sim = without(kept, setting.simulate(record, now, slowness))
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):
             now = now.slower(live["mean_service_ms"] / sim["mean_service_ms"])
-            sim = without(kept, setting.simulate(record, now))
+            sim = without(kept, setting.simulate(record, now, slowness))
         about = {"epochs_left_out": int((~kept).sum()), "disturbed": disturbed}
         found.append({"run": record["run"], **about, "live": live, "sim": sim})
     return found
@@ -345,16 +380,32 @@ def forget_disturbed(setting: Setting, part: Slice) -> None:
 
 
 def host_slowness(
-    record: Mapping[str, Any], kept: NDArray[np.bool_], profile: NodeProfile
-) -> float:
-    """What the host took in a run's epochs that are kept, bool [n], over what it took in the calibration."""
+    record: Mapping[str, Any], kept: NDArray[np.bool_], profile: NodeProfile, epochs: int
+) -> Floats:
+    """What the host took in each epoch of a run over what it took in the calibration.
+
+    Args:
+        record: of the run.
+        kept: bool [measured epochs], which count.
+        profile: of the calibration.
+        epochs: those before the measured ones, too.
+
+    Returns:
+        [epochs]. Where all that is known of an epoch is a moment of
+        it, the mean over those that count, for each.
+    """
     states = record.get("machine_state", ())
-    now = mean_host_ms(states[-len(kept) :], kept) if states else {}
     then = profile.host_ms.get(str(record["run"]["layers"]), {})
-    both = [name for name in HOST_INSTRUMENTS if name in now and name in then]
+    mean = mean_host_ms(states[-len(kept) :], kept) if states else {}
+    both = [name for name in HOST_INSTRUMENTS if name in mean and name in then]
     known = "runs, and a profile, that recorded how fast the host was"
     require(bool(both), "--machine-speed", record["run"], known)
-    return now[both[0]] / then[both[0]]
+    name = both[0]
+    if name != COLD_HOST:
+        return np.full(epochs, mean[name] / then[name])
+    found = np.array([state.get(name, 0.0) for state in states])
+    found = np.concatenate([np.zeros(epochs - found.size), found])  # the first may not be known
+    return np.where(found > 0, found, mean[name]) / then[name]
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:

@@ -3,9 +3,11 @@
 The model is that of `hlem_env.surrogate.hardware.NodeProfile`. Batches of one kind, length, depth and
 alpha are one cell, with the median of its times; a batch of a stream is a cell of its own. Cells weigh by
 the inverse of their time, so that residuals are relative, and it is their absolute values that are least:
-a few slow batches do not move the fit. Mixed batches and those beside refill come second: what they take
-beyond the rest of the model, over the part of it that slows down. How times scatter around the model is
-taken from the streams.
+a few slow batches do not move the fit. What is the host's goes with how fast the host was meanwhile, where
+that was recorded: else a depth whose turn came while it was slow would seem to have slower layers. Mixed
+batches, but for those that the host launches piece by piece, and those beside refill come second: what they
+take beyond the rest of the model, over the part of it that slows down. How times scatter around the model
+is taken from the streams.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Cell:
     times_ms: tuple[float, ...]
     idle_ms: float = 0.0
     """How long the server had had nothing to do."""
+    host: float = 1.0
+    """What is the host's took so many times as long as in the profile that is fitted."""
 
     @property
     def mixed(self) -> bool:
@@ -75,6 +79,7 @@ class Terms:
     knots: tuple[float, ...]
     """Tokens of a sequence, history and candidates, at which compute is fitted."""
     key_ms: float
+    """Of a lookup beside an emulated link; else the fit finds it."""
     link_row_ms: float | None
     """An emulated link's, beside which lookups run; None: the fit finds the link."""
     cuda: bool
@@ -83,25 +88,29 @@ class Terms:
 def cells_of(raw: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """Cells of the measurements of all depths, but for batches while the host was slow."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    reference_ms = host_speed.mean_of_streams(raw)
     for depth in raw:
         layers = depth["preset"]["layers"]
-        for sample, counts in zip(depth["samples"], host_speed.kept(depth), strict=True):
-            if not counts:
-                continue
+        slowness = host_speed.of_samples(depth) / reference_ms if reference_ms else None
+        for i in np.flatnonzero(host_speed.kept(depth)):
+            sample = depth["samples"][i]
+            host = 1.0 if slowness is None else float(slowness[i]) or 1.0
             key = (
                 sample["kind"], layers, sample["alpha"], tuple(sample["history"]),
                 tuple(sample["cached"]), sample["ahead"], sample["refilling"], sample.get("idle_ms", 0.0),
+                host,
             )  # fmt: skip
             groups.setdefault(key, []).append(sample)
     cells = []
-    for (kind, layers, alpha, history, cached, ahead, refilling, idle), samples in groups.items():
+    for (kind, layers, alpha, history, cached, *rest), samples in groups.items():
+        ahead, refilling, idle, host = rest
         times = tuple(float(sample["ms"]) for sample in samples)
         cells.append(
             Cell(
                 kind, layers, alpha, np.array(history, float), np.array(cached, float),
                 float(np.mean([s["missed_rows"] for s in samples])),
                 float(np.mean([s["hit_rows"] for s in samples])),
-                ahead, refilling, float(np.median(times)), times, idle,
+                ahead, refilling, float(np.median(times)), times, idle, host,
             )
         )  # fmt: skip
     return cells
@@ -123,11 +132,10 @@ def compute_columns(cell: Cell, terms: Terms) -> Floats:
 
 
 def rows_ms(cell: Cell, terms: Terms) -> float:
-    """Time of the rows that is known before the fit."""
-    lookups_ms = cell.hit_rows * terms.key_ms
+    """Time of the rows that is known before the fit: beside an emulated link."""
     if terms.link_row_ms is None:
-        return lookups_ms
-    return max(lookups_ms, cell.missed_rows * terms.link_row_ms)
+        return 0.0
+    return max(cell.hit_rows * terms.key_ms, cell.missed_rows * terms.link_row_ms)
 
 
 def eager(cell: Cell, terms: Terms) -> bool:
@@ -136,14 +144,28 @@ def eager(cell: Cell, terms: Terms) -> bool:
     return terms.cuda and new.size > 1 and float(new.max()) > GRAPH_TOKENS
 
 
+HOST_COLUMNS = 6
+"""Of `design`: overhead; further requests; no graph, each layer of it; ahead with a graph, without."""
+
+
 def design(cell: Cell, terms: Terms) -> Floats:
-    """Columns: overhead, further requests, eager, ahead, missed rows; pauses; compute."""
-    missed = cell.missed_rows if terms.link_row_ms is None else 0.0
-    first = [1.0, cell.history.size - 1.0, float(eager(cell, terms)), float(cell.ahead), missed]
+    """Columns: those of the host, pauses; missed rows, rows found; compute."""
+    launched = float(eager(cell, terms))
+    ahead = float(cell.ahead)
+    host = [
+        1.0, cell.history.size - 1.0, launched, cell.layers * launched, ahead * (1.0 - launched),
+        ahead * launched,
+    ]  # fmt: skip
     pauses = [
         np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
     ]
-    return np.concatenate([first, pauses, compute_columns(cell, terms)])
+    rows = [cell.missed_rows, cell.hit_rows] if terms.link_row_ms is None else [0.0, 0.0]
+    return np.concatenate([cell.host * np.array(host + pauses), rows, compute_columns(cell, terms)])
+
+
+def comes_second(cell: Cell, terms: Terms) -> bool:
+    """Whether it takes longer than what the columns say, by a share of its compute or of its missed rows."""
+    return cell.refilling or (cell.mixed and not eager(cell, terms))
 
 
 def least_absolute(matrix: Floats, target: Floats, weight: Floats) -> Floats:
@@ -177,23 +199,27 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     require(len(raw) >= 1, "records", "none", "measurements of one depth at least")
     cells = cells_of(raw)
     terms = _terms(raw, config, cells)
-    plain = [cell for cell in cells if not (cell.mixed or cell.refilling)]
+    second = [cell for cell in cells if comes_second(cell, terms)]
+    plain = [cell for cell in cells if not comes_second(cell, terms)]
     matrix = np.stack([design(cell, terms) for cell in plain])
     target = np.array([cell.ms - rows_ms(cell, terms) for cell in plain])
     weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in plain])
     found = least_absolute(matrix, target, weight)
     knots = len(terms.knots)
-    after_idle, recompute, append = np.split(found[5:], [len(IDLE_MS), len(IDLE_MS) + knots])
+    places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots])
+    host, after_idle, (row_ms, key_ms), recompute, append = np.split(found, places)
+    if terms.link_row_ms is not None:
+        row_ms, key_ms = terms.link_row_ms, terms.key_ms
 
     def predicted(cell: Cell) -> float:
         return float(design(cell, terms) @ found) + rows_ms(cell, terms)
 
     def compute(cell: Cell) -> float:
-        return float(compute_columns(cell, terms) @ found[5 + len(IDLE_MS) :])
+        return float(compute_columns(cell, terms) @ found[places[2] :])
 
-    mixed = _slowdown([(c.ms - predicted(c), compute(c)) for c in cells if c.mixed])
+    mixed = _slowdown([(c.ms - predicted(c), compute(c)) for c in second if c.mixed])
     beside = _slowdown(
-        [(c.ms - predicted(c), c.missed_rows * found[4]) for c in cells if c.refilling]
+        [(c.ms - predicted(c), c.missed_rows * row_ms) for c in cells if c.refilling]
     )
     residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
     # Older measurements do not say what of it keeps the server busy; most of it does.
@@ -203,25 +229,25 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     wake_ms = max(added_ms - loop_ms, 0.0)
 
     def whole(cell: Cell) -> float:
-        return predicted(cell) + mixed * cell.mixed * compute(cell)
+        slower = mixed if cell.mixed and comes_second(cell, terms) else 0.0
+        return predicted(cell) + slower * compute(cell)
 
     streamed = _streamed(cells)
     ratios = [(cell.ms / whole(cell), cell.cached.min() == 0) for cell in streamed]
     jitter, jitter_cold = _series(ratios or _scatter(plain))
     row_bytes = config.row_bytes
     bands = {key: _median(raw, "bandwidths", key) for key in raw[0]["bandwidths"]}
-    gather = config.emulated_link_gbps or row_bytes / max(found[4], 1e-12) * 1e-6
     refill = [rate for depth in raw for rate in depth["refill_gbps"].values() if rate > 0]
     return NodeProfile(
         name=name,
         estimate=False,
         hardware=str(raw[0].get("hardware", config.measured_on)),
         source="python -m train.calibrate",
-        gather_gbps=_round(gather),
-        hbm_gbps=_round(2 * row_bytes / max(terms.key_ms, 1e-12) * 1e-6),
+        gather_gbps=_round(row_bytes / max(row_ms, 1e-12) * 1e-6),
+        hbm_gbps=_round(2 * row_bytes / max(key_ms, 1e-12) * 1e-6),
         link_gbps=_round(config.emulated_link_gbps or bands["link_gbps"]),
         refill_slowdown=_round(beside),
-        overhead_ms=_round(found[0]),
+        overhead_ms=_round(host[0]),
         recompute_tokens=terms.knots,
         recompute_layer_ms=tuple(_round(v) for v in recompute),
         append_tokens=terms.append_tokens,
@@ -229,12 +255,14 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         append_layer_ms=tuple(_round(v) for v in append),
         wake_ms=_round(wake_ms),
         loop_ms=_round(loop_ms),
-        request_ms=_round(found[1]),
+        request_ms=_round(host[1]),
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
-        eager_ms=_round(found[2]),
+        eager_ms=_round(host[2]),
+        eager_layer_ms=_round(host[3]),
         mixed_slowdown=_round(mixed),
         lookup_overlaps=config.emulated_link_gbps is not None,
-        ahead_ms=_round(found[3]),
+        ahead_ms=_round(host[4]),
+        ahead_eager_ms=_round(host[5]),
         prefetch_gbps=_round(_prefetch_gbps(raw)) if terms.cuda else 0.0,
         refill_gbps=_round(min(refill)) if refill else 1e3,
         idle_ms=IDLE_MS if after_idle.any() else (),
@@ -244,7 +272,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
         host_ms={
             str(depth["preset"]["layers"]): {
-                name: _round(ms) for name, ms in host_speed.mean_ms(depth).items()
+                name: _round(ms) for name, ms in host_speed.mean_ms(depth, raw).items()
             }
             for depth in raw
         },

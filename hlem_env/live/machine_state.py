@@ -24,7 +24,8 @@ TURNS = 20_000
 SLOW_HOST = 3.3
 """Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
 the first spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
-HOST_INSTRUMENTS = ("cold_host_ms", "python_ms")
+COLD_HOST = "cold_host_ms"
+HOST_INSTRUMENTS = (COLD_HOST, "python_ms")
 """Of the host's speed, the one of more moments first."""
 AFTER_EPOCHS = 3
 """Epochs after a slow one in which its queue may still show: so long it did in one record of an H200."""
@@ -86,7 +87,7 @@ class MachineState:
         before, self._before = self._before, _system()
         state: dict[str, Any] = {"python_ms": self._timed(_python)}
         if self._node.device.type == "cuda":
-            state["cold_host_ms"] = self._node.take_cold_host_ms()
+            state[COLD_HOST] = self._node.take_cold_host_ms()
             self._synchronised(self._fetch)  # the first after a pause wakes the device
             state["rows_ms"] = self._synchronised(self._fetch)
             state["matmul_ms"] = self._synchronised(self._multiply)

@@ -88,6 +88,7 @@ _BATCHING = np.dtype(
         ("mixed_slowdown", "f8"),
         ("lookup_overlaps", "i8"),
         ("ahead_ms", "f8"),
+        ("ahead_eager_ms", "f8"),
         ("prefetch_tokens", "i8"),
         ("prefetch_rows_per_s", "f8"),  # rows: of one table, here and below
         ("refill_rows_per_s", "f8"),
@@ -312,7 +313,8 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         if some_cached and some_not:
             compute_total *= 1.0 + batching.mixed_slowdown
         batch_ms = run.overhead_ms + batching.request_ms * (count - 1) + compute_total + rows_ms
-        if count > 1 and longest_new > batching.graph_tokens and batching.graph_tokens > 0:
+        eager = count > 1 and longest_new > batching.graph_tokens and batching.graph_tokens > 0
+        if eager:
             batch_ms += batching.eager_ms
         if idle_ms.size > 1:
             batch_ms += np.interp(pause_ms, idle_ms, after_idle_ms)
@@ -334,7 +336,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
                 rate = min(batching.prefetch_rows_per_s, batching.bucket_rows_per_s)
                 batching.ahead_rows = min(wanted, rate * time_s)
                 batching.prefetched_rows += batching.ahead_rows
-                batch_ms += batching.ahead_ms
+                batch_ms += batching.ahead_eager_ms if eager else batching.ahead_ms
         if jitter.size > 0:
             batching.serial = (batching.serial + 1) % jitter.size
             batch_ms *= jitter_cold[batching.serial] if some_not else jitter[batching.serial]
@@ -389,32 +391,26 @@ class BatchedBackend(SurrogateBackend):
     def empty(self) -> None:
         """Empty queue and caches; the clock stands before the warm-up."""
         super().empty()
-        node, hardware, catalogue = self.node, self.hardware, self.workload.catalogue
-        rows = 1e9 / (catalogue.row_bytes * catalogue.tables)
-        batching = np.zeros(1, _BATCHING)
-        for name, value in {
-            "token_budget": node.token_budget,
-            "wake_ms": hardware.wake_ms,
-            "loop_ms": hardware.loop_ms,
-            "request_ms": hardware.request_ms,
-            "graph_tokens": hardware.graph_tokens,
-            "eager_ms": hardware.eager_ms,
-            "mixed_slowdown": hardware.mixed_slowdown,
-            "lookup_overlaps": hardware.lookup_overlaps,
-            "ahead_ms": hardware.ahead_ms,
-            "prefetch_tokens": hardware.prefetch_tokens,
-            "prefetch_rows_per_s": hardware.prefetch_gbps * rows,
-            "refill_rows_per_s": hardware.refill_gbps * rows,
-            "bucket_rows_per_s": (1 - REFILL_HEADROOM) * node.bucket_gbps * rows,
-            "refill_while_idle": node.refill_while_idle,
-            "refilled_until_s": self._now_s,
-            "demand_at_s": self._now_s,
-        }.items():
-            batching[name] = value
-        self._batching = batching
+        self._batching = np.zeros(1, _BATCHING)
+        for name, value in self._batch_constants().items():
+            self._batching[name] = value
+        for name in ("refilled_until_s", "demand_at_s"):
+            self._batching[name] = self._now_s
         self._opened = np.zeros(self._most, _OPEN)
         self._pages_before = 0
         self._last_p99_ms = 0.0
+
+    def set_speed(self, hardware: NodeProfile) -> None:
+        """From the next run on batches take what they take on the same machine at another speed.
+
+        Args:
+            hardware: this node's, slower or faster (`NodeProfile.slower`, `NodeProfile.slower_host`).
+        """
+        self.hardware = hardware
+        self._after_idle_ms = np.array((0.0, *hardware.after_idle_ms))
+        self._compute, self._run = self._compute_table(), self._run_constants()
+        for name, value in self._batch_constants().items():
+            self._batching[name] = value
 
     def serve(self, arriving: Requests, alpha_centi: int, seconds: float) -> EpochStats:
         """Like `run`, with the requests that arrive given instead of taken from the workload."""
@@ -463,6 +459,27 @@ class BatchedBackend(SurrogateBackend):
                 *outputs,
             )
         )  # fmt: skip
+
+    def _batch_constants(self) -> dict[str, float]:
+        node, hardware, catalogue = self.node, self.hardware, self.workload.catalogue
+        rows = 1e9 / (catalogue.row_bytes * catalogue.tables)
+        return {
+            "token_budget": node.token_budget,
+            "wake_ms": hardware.wake_ms,
+            "loop_ms": hardware.loop_ms,
+            "request_ms": hardware.request_ms,
+            "graph_tokens": hardware.graph_tokens,
+            "eager_ms": hardware.eager_ms + node.layers * hardware.eager_layer_ms,
+            "mixed_slowdown": hardware.mixed_slowdown,
+            "lookup_overlaps": hardware.lookup_overlaps,
+            "ahead_ms": hardware.ahead_ms,
+            "ahead_eager_ms": hardware.ahead_eager_ms,
+            "prefetch_tokens": hardware.prefetch_tokens,
+            "prefetch_rows_per_s": hardware.prefetch_gbps * rows,
+            "refill_rows_per_s": hardware.refill_gbps * rows,
+            "bucket_rows_per_s": (1 - REFILL_HEADROOM) * node.bucket_gbps * rows,
+            "refill_while_idle": node.refill_while_idle,
+        }
 
     def _distinct_curve(self) -> Curve:
         catalogue = self.workload.catalogue

@@ -111,10 +111,11 @@ class HardwareProfile:
 class NodeProfile(HardwareProfile):
     """A profile calibrated on a live node (`train.calibrate`): what a batch of requests costs.
 
-        batch = overhead + (requests - 1) request + eager, unless it has a recorded graph
+        batch = overhead + (requests - 1) request
+                + eager + layers x eager_layer, unless it has a recorded graph
                 + layers x sum of the requests' compute, x mixed where some are cached and some not
                 + rows (misses over the link, lookups in memory), less what prefetch brought
-                + ahead, where it plans a prefetch
+                + ahead, where it plans a prefetch; ahead_eager without a graph
                 + after_idle, by how long the server had nothing to do
 
     `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
@@ -131,12 +132,16 @@ class NodeProfile(HardwareProfile):
     """Requests of at most so many new tokens share a recorded graph; 0: there are no graphs."""
     eager_ms: float = 0.0
     """Launching a batch of several requests without one."""
+    eager_layer_ms: float = 0.0
+    """And each of its layers."""
     mixed_slowdown: float = 0.0
     """Share by which compute slows down in a batch in which some requests are cached and some not."""
     lookup_overlaps: bool = False
     """Looking rows up in memory and waiting for the link happen at once (an emulated link)."""
     ahead_ms: float = 0.0
-    """Planning a prefetch, in the batch that does it."""
+    """Planning a prefetch, in the batch that does it: what does not happen while the device computes."""
+    ahead_eager_ms: float = 0.0
+    """The same where the batch has no recorded graph, so that the device waits for the host."""
     prefetch_gbps: float = 0.0
     """Prefetch while a batch runs; 0: there is none."""
     prefetch_tokens: int = 512
@@ -162,8 +167,8 @@ class NodeProfile(HardwareProfile):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in (
-            "wake_ms", "loop_ms", "request_ms", "eager_ms", "mixed_slowdown", "ahead_ms",
-            "prefetch_gbps",
+            "wake_ms", "loop_ms", "request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown",
+            "ahead_ms", "ahead_eager_ms", "prefetch_gbps",
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, f"profile.{name}", value, "0 or above")
@@ -202,7 +207,9 @@ class NodeProfile(HardwareProfile):
             loop_ms=self.loop_ms * factor,
             request_ms=self.request_ms * factor,
             eager_ms=self.eager_ms * factor,
+            eager_layer_ms=self.eager_layer_ms * factor,
             ahead_ms=self.ahead_ms * factor,
+            ahead_eager_ms=self.ahead_eager_ms * factor,
             after_idle_ms=tuple(factor * v for v in self.after_idle_ms),
         )
 

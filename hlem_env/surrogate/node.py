@@ -28,7 +28,7 @@ from hlem_env.eviction.policies import POLICIES
 from hlem_env.surrogate import ranked_kv
 from hlem_env.surrogate.borrowed import borrowed
 from hlem_env.surrogate.forecast import Forecast
-from hlem_env.surrogate.hardware import HardwareProfile, compute_ms
+from hlem_env.surrogate.hardware import ComputeTable, HardwareProfile, compute_ms
 from hlem_env.surrogate.hit_rates import (
     Curve,
     distinct_curve,
@@ -499,8 +499,7 @@ class SurrogateBackend:
         self.hardware = hardware
         self.warmup_s = node.warmup_epochs * node.epoch_seconds
         catalogue = workload.catalogue
-        most_tokens = workload.max_history_tokens + catalogue.candidates
-        self._compute = hardware.compute_table(node.layers, most_tokens)
+        self._compute = self._compute_table()
         self._curve = self._distinct_curve()
         typical = max(node.kv_pages(int(workload.mean_history_tokens / 2)), 1)
         entries = _ONE_OFF_SLOTS_PER_ENTRY * (node.pool_pages // typical + 1)
@@ -671,6 +670,10 @@ class SurrogateBackend:
         if self._forecast is None:
             return self._waiting_gaps
         return np.concatenate((self._waiting_gaps, self._forecast.gaps(arriving)))
+
+    def _compute_table(self) -> ComputeTable:
+        most_tokens = self.workload.max_history_tokens + self.workload.catalogue.candidates
+        return self.hardware.compute_table(self.node.layers, most_tokens)
 
     def _run_constants(self) -> NDArray[np.void]:
         node, catalogue, hardware = self.node, self.workload.catalogue, self.hardware

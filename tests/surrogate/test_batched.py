@@ -118,7 +118,7 @@ def test_rows_of_a_batch_are_fetched_once() -> None:
     assert fetched_ms == pytest.approx(rows * catalogue.row_bytes / 1e9 * 1e3, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["request_ms", "eager_ms", "mixed_slowdown"])
+@pytest.mark.parametrize("name", ["request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown"])
 def test_what_a_batch_costs_more_is_paid(name: str) -> None:
     first = at_once([0], 3000)
     second = Requests(
@@ -127,7 +127,8 @@ def test_what_a_batch_costs_more_is_paid(name: str) -> None:
     )  # fmt: skip
     both = first.then(second)
     base = profile(graph_tokens=256)
-    costs = [served(both, node(), replace(base, **{name: v})).service_ms.sum() for v in (0.0, 0.7)]
+    changes: tuple[dict[str, Any], ...] = ({name: 0.0}, {name: 0.7})
+    costs = [served(both, node(), replace(base, **changed)).service_ms.sum() for changed in changes]
     assert costs[1] > costs[0] + 0.1
 
 
@@ -196,6 +197,33 @@ def test_prefetch_brings_rows_of_the_next_batch() -> None:
     assert without.rows_hit < some.rows_hit < some.rows_looked_up
     # A batch's time bounds what comes meanwhile.
     assert some.prefetch_bytes <= 10e9 * 1e-3 * some.service_ms.sum()
+
+
+def test_planning_ahead_costs_more_without_a_graph() -> None:
+    strangers = [10**6 + i for i in range(6)]
+    base = profile(prefetch_gbps=10.0, graph_tokens=256)
+    for budget, differs in ((1, False), (9000, True)):  # one by one, or two together
+        args = at_once(strangers, 4000), node(token_budget=budget)
+        same, more = served(*args, base), served(*args, replace(base, ahead_eager_ms=0.7))
+        assert (more.service_ms.sum() > same.service_ms.sum() + 0.7) == differs
+
+
+def test_a_machine_that_changes_its_speed() -> None:
+    """From its start on as a node of that speed; meanwhile queue and caches stay."""
+    fast, seconds = profile(wake_ms=0.2, loop_ms=0.1, ahead_ms=0.3, prefetch_gbps=2.0), 2.0
+    slow = fast.slower(1.7)
+    one, other = (BatchedBackend(workload(), node(), hardware) for hardware in (fast, slow))
+    one.reset(3)
+    one.set_speed(slow)
+    other.reset(3)
+    for backend in (one, other):
+        backend.run(30, backend.warmup_s)
+    mine, theirs = one.run(30, seconds), other.run(30, seconds)
+    np.testing.assert_array_equal(mine.latency_ms, theirs.latency_ms)
+    one.set_speed(fast)
+    mine, theirs = one.run(30, seconds), other.run(30, seconds)
+    assert mine.kv_hit == pytest.approx(theirs.kv_hit, abs=0.02) and mine.kv_hit > 0.1
+    assert 1.2 < theirs.mean_service_ms / mine.mean_service_ms < 1.8
 
 
 def test_refill_comes_after_a_move_up_and_pauses_near_the_slo() -> None:

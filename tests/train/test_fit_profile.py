@@ -12,13 +12,16 @@ from train.host_speed import kept
 
 CONFIG = LiveConfig.load("h100")
 LENGTHS = (2500, 5000, 10_000)
-OVERHEAD, REQUEST, EAGER, AHEAD, ROW, KEY = 1.4, 0.05, 0.6, 0.2, 2.2e-5, 1e-6
+OVERHEAD, REQUEST, EAGER, EAGER_LAYER, ROW, KEY = 1.4, 0.05, 0.6, 0.15, 2.2e-5, 2e-6
+AHEAD, AHEAD_EAGER = 0.2, 0.9
 FULL = {2600: 0.07, 5100: 0.16, 10_100: 0.4}
 FEW = {2600: 0.02, 5100: 0.03, 10_100: 0.05}
-MIXED = 0.25
 
 
-def sample(kind: str, layers: int, lengths: list[int], cached: list[int], missed: int) -> Any:
+def sample(
+    kind: str, layers: int, lengths: list[int], cached: list[int], missed: int, *, ahead: bool = False,
+    host: float = 1.0,
+) -> Any:  # fmt: skip
     """A batch by the model, written down apart from the fit."""
     n = len(lengths)
     new = [length - c + CONFIG.candidates for length, c in zip(lengths, cached, strict=True)]
@@ -28,14 +31,14 @@ def sample(kind: str, layers: int, lengths: list[int], cached: list[int], missed
         full, few = FULL[length + 100], FEW[length + 100]
         share = 1.0 if c == 0 else max(tokens - 120, 0) / (length + 100 - 120)
         compute += layers * (few + share * (full - few))
-    if kind.startswith("mixed"):
-        compute *= 1 + MIXED
-    eager = EAGER if n > 1 and max(new) > 256 else 0.0
-    ahead = AHEAD if kind == "ahead" else 0.0
-    ms = OVERHEAD + REQUEST * (n - 1) + eager + ahead + compute + missed * ROW + hit * KEY
+    launched = n > 1 and max(new) > 256
+    eager = EAGER + layers * EAGER_LAYER if launched else 0.0
+    planned = (AHEAD_EAGER if launched else AHEAD) if ahead else 0.0
+    ms = host * (OVERHEAD + REQUEST * (n - 1) + eager + planned)
+    ms += compute + missed * ROW + hit * KEY
     return {
         "kind": kind, "alpha": 0.1, "history": lengths, "cached": cached, "missed_rows": missed,
-        "hit_rows": hit, "ahead": kind == "ahead", "refilling": False, "prefetch_bytes": 5_000_000,
+        "hit_rows": hit, "ahead": ahead, "refilling": False, "prefetch_bytes": 5_000_000,
         "ms": ms,
     }  # fmt: skip
 
@@ -50,10 +53,11 @@ def measured(layers: int, noise: float = 0.0) -> dict[str, Any]:
             samples += [
                 sample("cold", layers, one, [0], 6 * length),
                 sample("again", layers, one, [0], 600),
-                sample("ahead", layers, one, [0], 6 * length),
+                sample("ahead", layers, one, [0], 6 * length, ahead=True),
                 sample("cold 2", layers, one * 2, [0, 0], 11 * length),
                 sample("delta 0.3", layers, one, [int(0.7 * length)], 2 * length),
                 sample("mixed 1", layers, one * 2, [length - 10, 0], 6 * length),
+                sample("mixed 1", layers, one * 2, [length - 10, 0], 7 * length, ahead=True),
             ]
             samples += [
                 sample(f"hot {n}", layers, one * n, [length - 10] * n, 500 * n) for n in (1, 4, 8)
@@ -78,11 +82,14 @@ def test_constants_come_back() -> None:
     assert (found.wake_ms, found.loop_ms) == (0.2, 0.1)
     assert found.request_ms == pytest.approx(REQUEST, rel=1e-3)
     assert found.eager_ms == pytest.approx(EAGER, rel=1e-3)
+    assert found.eager_layer_ms == pytest.approx(EAGER_LAYER, rel=1e-3)
     assert found.ahead_ms == pytest.approx(AHEAD, rel=1e-3)
+    assert found.ahead_eager_ms == pytest.approx(AHEAD_EAGER, rel=1e-3)
+    assert found.hbm_gbps == pytest.approx(2 * CONFIG.row_bytes / KEY * 1e-6, rel=1e-3)
     assert found.gather_gbps == pytest.approx(CONFIG.row_bytes / ROW * 1e-6, rel=1e-3)
     assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=1e-3)
     assert found.append_layer_ms == pytest.approx(list(FEW.values()), rel=1e-3)
-    assert found.mixed_slowdown == pytest.approx(MIXED, rel=1e-3)
+    assert found.mixed_slowdown == 0
     assert found.refill_gbps == 2.5
     assert found.fit["largest_relative_residual"] < 1e-4
     assert found.probe_ms == {"3": 5.0, "6": 5.0}
@@ -141,6 +148,35 @@ def test_batches_beside_a_slow_host_are_left_out() -> None:
     found = fit([depth], CONFIG, "made-up")
     assert len(found.jitter) == stay.sum()
     assert found.host_ms["6"]["python_ms"] == pytest.approx(1.4)
+
+
+def test_a_slow_host_is_no_slow_layer() -> None:
+    """The host is slow while one depth is measured, by turns fast and slow in its stream."""
+    raw = []
+    for layers, cold_ms in ((3, (0.6, 0.6, 0.7, 0.9)), (6, (1.5, 1.5, 1.2, 1.8))):
+        depth, mean_ms = measured(layers), 1.15
+        fixed = [
+            sample(one["kind"], layers, one["history"], one["cached"], one["missed_rows"],
+                   ahead=one["ahead"], host=cold_ms[0] / mean_ms) for one in depth["samples"]
+        ]  # fmt: skip
+        stream = []
+        for i in range(400):
+            length, cold = LENGTHS[i % 3], i % 2 == 0
+            one = sample(
+                "stream", layers, [length], [0] if cold else [length - 10], 6 * length if cold else 600,
+                host=cold_ms[2 + i // 200] / mean_ms,
+            )  # fmt: skip
+            stream.append(one | {"idle_ms": 30.0 - one["ms"]})
+        state = [{"python_ms": 1.0, "cold_host_ms": ms} for ms in cold_ms]
+        raw.append(depth | {"samples": fixed + stream, "machine_state": state})
+    found = fit(raw, CONFIG, "made-up")
+    means = {layers: ms["cold_host_ms"] for layers, ms in found.host_ms.items()}
+    assert means == pytest.approx({"3": 1.15, "6": 1.15})
+    pause = found.after_idle_ms[-1]
+    assert pause == pytest.approx(0, abs=0.01)
+    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
+    assert found.eager_layer_ms == pytest.approx(EAGER_LAYER, rel=0.02)
+    assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=0.01)
 
 
 def test_jitter_keeps_the_order_of_a_stream() -> None:
