@@ -160,6 +160,7 @@ def surrogate_node(config: LiveConfig, kv_policy: str) -> BatchedNode:
         bucket_gbps=config.refill_gbps,
         slo_ms=config.slo_ms,
         refill_while_idle=config.device == "cpu",
+        only_graphs=config.only_graphs,
     )
 
 

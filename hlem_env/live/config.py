@@ -64,6 +64,9 @@ class LiveConfig:
     measured_on: str
     seed: int = 1
     """Of weights, rows and items."""
+    only_graphs: bool = False
+    """A batch ends before a request that shares no recorded graph with the others, instead of being launched
+    piece by piece: on an H200 that takes longer than its requests one by one (docs/live.md)."""
     cpu_threads: int = 1
     """Of torch, while the node works on a CPU. Two are faster while nothing else runs; with other work on
     their cores they wait for each other (docs/live.md)."""
@@ -71,6 +74,9 @@ class LiveConfig:
     def __post_init__(self) -> None:
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
+        require(
+            isinstance(self.only_graphs, bool), "only_graphs", self.only_graphs, "true or false"
+        )
         for name in ("pool_bytes", "page_bytes", "layers", "heads", "head_dim", "block_tokens",
                      "max_history_tokens", "tables", "rows_per_table", "token_budget", "candidates",
                      "new_items", "cpu_threads"):  # fmt: skip

@@ -120,11 +120,7 @@ class HstuGraphs:
         if requests == 1:
             longest = _up(most, FINE if most <= COARSE else COARSE)
             return Shape(1, longest, bool(cached[0])) if longest <= self._most_tokens else None
-        if requests > TOGETHER[-1] or most > SMALL_TOKENS[-1]:
-            return None
-        rounded = TOGETHER[bisect_left(TOGETHER, requests)]
-        shape = Shape(rounded, SMALL_TOKENS[bisect_left(SMALL_TOKENS, most)], True)
-        return shape if shape.tokens <= SHARED_TOKENS else None
+        return shared_shape(requests, most)
 
     def prepare(self) -> None:
         """Record every shape. It writes to no page."""
@@ -181,6 +177,29 @@ class HstuGraphs:
         with torch.cuda.graph(recorded, pool=self._memory):
             scores = self.model(tokens, batch, kv)
         return _Graph(recorded, scores, written, self._staged[:size], self._ints[:size])
+
+
+def shared_shape(requests: int, most: int) -> Shape | None:
+    """The shape that serves several requests of at most so many new tokens, or None."""
+    if requests > TOGETHER[-1] or most > SMALL_TOKENS[-1]:
+        return None
+    rounded = TOGETHER[bisect_left(TOGETHER, requests)]
+    shape = Shape(rounded, SMALL_TOKENS[bisect_left(SMALL_TOKENS, most)], True)
+    return shape if shape.tokens <= SHARED_TOKENS else None
+
+
+def first_to_share(new_tokens: Ints) -> int:
+    """How many of the requests, from the first on, one graph serves: at least one.
+
+    Args:
+        new_tokens: [n], candidates included.
+    """
+    most = 0
+    for count, tokens in enumerate(new_tokens[: TOGETHER[-1]].tolist(), 1):
+        most = max(most, tokens)
+        if count > 1 and shared_shape(count, most) is None:
+            return count - 1
+    return min(len(new_tokens), TOGETHER[-1])
 
 
 def _up(value: int, step: int) -> int:

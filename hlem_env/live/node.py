@@ -34,7 +34,7 @@ from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.histories import Window
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.hstu import Hstu, HstuBatch, HstuConfig
-from hlem_env.live.hstu_graphs import HstuGraphs
+from hlem_env.live.hstu_graphs import HstuGraphs, first_to_share
 from hlem_env.live.item_source import ItemSource
 from hlem_env.live.kv_cache import KvBatch, KvCache, KvLayout
 from hlem_env.live.partition import Move, Partition
@@ -203,15 +203,17 @@ class LiveNode:
     def first_batch(self, waiting: Requests) -> int:
         """How many of the requests, from the first on, make the next batch: at least one.
 
-        As many as the token budget allows, what is cached left out, no user twice, and no more pages
-        than there are.
+        As many as the token budget allows, what is cached left out, no user twice, no more pages
+        than there are, and with `only_graphs` those of one recorded graph.
         """
         if len(waiting) == 1:
             return 1
         some = waiting[: self.config.token_budget // self._items.fewest_candidates + 1]
         lengths = some.history_length.astype(np.int64)
-        tokens = np.cumsum(lengths - self._reusable(some)[1] + self._items.candidates(some))
-        most = max(int(np.searchsorted(tokens, self.config.token_budget, side="right")), 1)
+        new = lengths - self._reusable(some)[1] + self._items.candidates(some)
+        most = max(int(np.searchsorted(np.cumsum(new), self.config.token_budget, side="right")), 1)
+        if self.config.only_graphs:
+            most = min(most, first_to_share(new))
         return int(self.kv.split(some.user[:most], lengths[:most])[0].size)
 
     def execute(self, requests: Requests, waiting: Requests, now_s: float) -> Executed:

@@ -68,6 +68,8 @@ class BatchedNode(NodeConfig):
     slo_ms: float = 30.0
     refill_while_idle: bool = False
     """Rows are refilled only while nobody waits: the host's thread computes, too."""
+    only_graphs: bool = False
+    """A batch ends before a request of more new tokens than share a graph (`NodeProfile.graph_tokens`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +96,7 @@ _BATCHING = np.dtype(
         ("refill_rows_per_s", "f8"),
         ("bucket_rows_per_s", "f8"),
         ("refill_while_idle", "i8"),
+        ("only_graphs", "i8"),
         # of a run
         ("paused", "i8"),
         # state
@@ -142,15 +145,19 @@ def _reusable(users, run, user_id, length, new):  # type: ignore[no-untyped-def]
 @_inlined
 def _batch_size(users, run, batching, user_ids, lengths, new_items, first, arrived):  # type: ignore[no-untyped-def]
     """Requests of the next batch, from `first` on, of those before `arrived`: at least one."""
-    tokens, pages, count = 0, 0, 0
+    tokens, pages, count, longest = 0, 0, 0, 0
     for i in range(first, arrived):
         cached = _reusable(users, run, user_ids[i], lengths[i], new_items[i])
-        tokens += lengths[i] - cached + run.candidates
+        mine = lengths[i] - cached + run.candidates
+        tokens += mine
+        longest = max(longest, mine)
         held = 0 if user_ids[i] >= run.persistent_users else users[user_ids[i]].pages
         wanted = _kv_pages(lengths[i], run)
         wanted = max(wanted, held) if wanted <= run.kv_capacity else held
         if count > 0:
             if tokens > batching.token_budget or pages + wanted > run.kv_capacity:
+                break
+            if batching.only_graphs and longest > batching.graph_tokens:
                 break
             twice = False
             for j in range(first, i):
@@ -479,6 +486,7 @@ class BatchedBackend(SurrogateBackend):
             "refill_rows_per_s": hardware.refill_gbps * rows,
             "bucket_rows_per_s": (1 - REFILL_HEADROOM) * node.bucket_gbps * rows,
             "refill_while_idle": node.refill_while_idle,
+            "only_graphs": node.only_graphs,
         }
 
     def _distinct_curve(self) -> Curve:

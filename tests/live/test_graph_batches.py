@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlem_env.live.hstu import layout
-from hlem_env.live.hstu_graphs import Shape, describe
+from hlem_env.live.hstu_graphs import Shape, describe, first_to_share, shared_shape
 
 COLUMNS = 5
 request = st.tuples(st.integers(0, 100), st.integers(1, 28), st.integers(0, 500))
@@ -41,3 +41,12 @@ def test_a_rounded_batch_is_the_batch_and_then_candidates_of_nobody(
     assert not olds[n:].any() and not positions[expected[3].size :].any()
     assert not scored[tails.sum() :].any()
     assert scored[rows.size : tails.sum()].tolist() == list(range(offsets[n], shape.tokens))
+
+
+@settings(max_examples=100, deadline=None)
+@given(new=st.lists(st.sampled_from([100, 128, 129, 256, 257, 9000]), min_size=1, max_size=80))
+def test_the_first_to_share_a_graph_are_all_that_can(new: list[int]) -> None:
+    count = first_to_share(np.array(new))
+    assert count == 1 or shared_shape(count, max(new[:count])) is not None
+    if count < len(new):
+        assert shared_shape(count + 1, max(new[: count + 1])) is None

@@ -155,6 +155,23 @@ def test_batches_keep_to_the_token_budget_and_cached_tokens_do_not_count() -> No
     assert most > CONFIG.token_budget  # would not have fitted, had it not been cached
 
 
+def test_with_graphs_alone_a_batch_ends_before_a_request_that_shares_none() -> None:
+    """Two whose histories are cached, a stranger, and the first two again."""
+    config = replace(CONFIG, pool_bytes=28 * 2**20, max_history_tokens=600, token_budget=3000)
+    node = LiveNode(replace(config, only_graphs=True))
+    node.reset(100)
+    node.move(20)
+    length = np.array([400, 400, 400, 400, 400])
+    assert 400 + CONFIG.candidates > 256 >= CONFIG.candidates
+    requests = Requests(np.zeros(5), np.array([1, 2, 3, 1, 2]), length, np.zeros(5, np.int64))
+    assert node.first_batch(requests) == 1  # nothing is cached yet
+    for i in (0, 1):
+        node.execute(requests[i : i + 1], requests[:0], 0.1 * i)
+    assert node.first_batch(requests) == 2
+    assert node.first_batch(requests[2:]) == 1
+    assert node.first_batch(requests[3:]) == 2
+
+
 def test_a_batch_runs_with_the_configured_threads_and_leaves_the_process_its_own() -> None:
     node, requests = node_with(50), some_requests(1.0)
     seen = []

@@ -106,6 +106,18 @@ def test_entries_of_a_batch_fit_together() -> None:
     assert sizes.tolist() == [2, 2, 2, 2]
 
 
+def test_a_batch_may_end_before_a_request_that_has_no_graph() -> None:
+    """Four that are short, one that is long, two that are short."""
+    lengths = np.array([100, 100, 100, 100, 3000, 100, 100], np.int32)
+    users = 10**6 + np.arange(7)
+    requests = Requests(np.zeros(7), users, lengths, lengths)
+    for only_graphs, expected in ((False, [7]), (True, [4, 1, 2])):
+        config = node(token_budget=9000, only_graphs=only_graphs)
+        stats = served(requests, config, profile(graph_tokens=256))
+        sizes = np.unique(np.round(stats.latency_ms, 6), return_counts=True)[1]
+        assert sizes.tolist() == expected
+
+
 def test_rows_of_a_batch_are_fetched_once() -> None:
     strangers = [10**6 + i for i in range(4)]
     slow, free = profile(gather_gbps=1.0), profile(gather_gbps=1e9)
