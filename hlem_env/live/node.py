@@ -47,6 +47,8 @@ Ints = NDArray[np.int64]
 _PROBE_USER = 1 << 39
 REMEMBERED_USERS = 2**14
 """Whose requests the KV cache counts, at least: on both presets those of several half-lives of the counts."""
+EVICTING_VISITS = 4
+"""Of the rehearsal: batches that find the embedding cache full, or fill it."""
 PREFETCH_TOKENS = 512
 """New history of the requests that come next, from which on its rows are fetched ahead: on an H100 the
 rows of fewer tokens come over the link in less time than the host needs to plan it (0.6 ms)."""
@@ -327,12 +329,14 @@ class LiveNode:
     def _rehearse(self) -> None:
         """Do once, as large as it gets, what requests and moves may need; the caches are as new afterwards.
 
-        Else a request waits for a kernel's compilation (up to a second) or for memory (20 ms).
+        Else a request waits for a kernel's compilation (up to a second) or for memory (20 ms). At last
+        there are too few embedding pages for a batch, so that rows are evicted, too.
         """
         config, together = self.config, 4
+        few_centi = -(-100 // self.pool.pages)
         length = min(config.token_budget // together, config.max_history_tokens) - 200
         start_s = time.perf_counter()
-        for visit, alpha_centi in enumerate((50, 60, 40, 60)):
+        for visit, alpha_centi in enumerate((50, 60, 40, 60, *[few_centi] * EVICTING_VISITS)):
             self.move(alpha_centi)
             users = _PROBE_USER + visit * together + np.arange(2 * together)
             lengths = np.full(users.shape, length)

@@ -136,6 +136,23 @@ def test_a_probe_leaves_the_caches_empty() -> None:
     assert node.kv.stats().entries == 0 and node.embedding.resident_rows == 0
 
 
+def test_a_rehearsal_evicts_rows_and_leaves_the_caches_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = replace(CONFIG, pool_bytes=28 * 2**20, max_history_tokens=600, token_budget=2000)
+    node, evicted = LiveNode(config), list[int]()
+    reset = node.reset
+
+    def watched(persistent_users: int) -> None:
+        evicted.append(node.embedding.counters().evicted)
+        reset(persistent_users)
+
+    monkeypatch.setattr(node, "reset", watched)
+    node._rehearse()
+    assert len(evicted) == 1 and evicted[0] > node.rows_in_pool // node.pool.pages
+    assert node.kv.stats().entries == 0 and node.embedding.resident_rows == 0
+
+
 def test_closing_twice_is_allowed() -> None:
     node = LiveNode(CONFIG)
     node.close()
