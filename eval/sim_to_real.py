@@ -168,6 +168,17 @@ class Setting:
             episode_epochs=args.settle_epochs + args.epochs,
         )
 
+    def check(self, record: Mapping[str, Any]) -> None:
+        """Refuse a record of a run with other epochs: the surrogate would serve other requests."""
+        measured = len(record["live"]["epoch_p99_ms"])
+        settled = record["scenario"]["episode_epochs"] - measured
+        for name, value, known in (
+            ("--epochs", self.args.epochs, measured),
+            ("--settle-epochs", self.args.settle_epochs, settled),
+            ("--epoch-seconds", self.config.epoch_seconds, record["preset"]["epoch_seconds"]),
+        ):
+            require(value == known, name, value, f"{known}, as in the records")
+
     def simulate(
         self, record: Mapping[str, Any], profile: NodeProfile, slowness: Floats | None = None
     ) -> dict[str, Any]:
@@ -352,6 +363,8 @@ def counted(setting: Setting, part: Slice) -> list[tuple[dict[str, Any], NDArray
     All where that is not known, or where it does not matter, on the clock of the node's CPU time.
     """
     records = [part.read(run.name) for run in setting.runs if part.has(run.name)]
+    for record in records:
+        setting.check(record)
     states = [record.get("machine_state", ()) for record in records]
     fastest_ms = min((state["python_ms"] for run in states for state in run), default=None)
     found = []
@@ -391,8 +404,8 @@ def host_slowness(
         epochs: those before the measured ones, too.
 
     Returns:
-        [epochs]. Where all that is known of an epoch is a moment of
-        it, the mean over those that count, for each.
+        [epochs]. Where all that is known of an epoch is a moment of it, the mean over those that count,
+        for each.
     """
     states = record.get("machine_state", ())
     then = profile.host_ms.get(str(record["run"]["layers"]), {})

@@ -65,8 +65,8 @@ class LiveConfig:
     seed: int = 1
     """Of weights, rows and items."""
     only_graphs: bool = False
-    """A batch ends before a request that shares no recorded graph with the others, instead of being launched
-    piece by piece: on an H200 that takes longer than its requests one by one (docs/live.md)."""
+    """On a GPU: a batch ends before a request that shares no recorded graph with the others, instead of being
+    launched piece by piece, which takes longer than its requests one by one on an H200 (docs/live.md)."""
     cpu_threads: int = 1
     """Of torch, while the node works on a CPU. Two are faster while nothing else runs; with other work on
     their cores they wait for each other (docs/live.md)."""

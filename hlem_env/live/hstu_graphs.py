@@ -36,6 +36,11 @@ SHARED_TOKENS = 8192
 
 Ints = NDArray[np.int64]
 
+_MOST_TOGETHER = np.array(
+    [max(n for n in TOGETHER if n * size <= SHARED_TOKENS) for size in SMALL_TOKENS] + [1]
+)
+"""Requests that one graph serves, by the place in SMALL_TOKENS of the longest of them; beyond, one alone."""
+
 
 class Shape(NamedTuple):
     """What one graph serves."""
@@ -194,12 +199,9 @@ def first_to_share(new_tokens: Ints) -> int:
     Args:
         new_tokens: [n], candidates included.
     """
-    most = 0
-    for count, tokens in enumerate(new_tokens[: TOGETHER[-1]].tolist(), 1):
-        most = max(most, tokens)
-        if count > 1 and shared_shape(count, most) is None:
-            return count - 1
-    return min(len(new_tokens), TOGETHER[-1])
+    longest = np.maximum.accumulate(new_tokens)
+    most = _MOST_TOGETHER[np.searchsorted(SMALL_TOKENS, longest)]
+    return max(int((np.arange(1, len(most) + 1) <= most).sum()), 1)
 
 
 def _up(value: int, step: int) -> int:

@@ -48,7 +48,7 @@ _PROBE_USER = 1 << 39
 REMEMBERED_USERS = 2**14
 """Whose requests the KV cache counts, at least: on both presets those of several half-lives of the counts."""
 EVICTING_VISITS = 4
-"""Of the rehearsal: batches that find the embedding cache full, or fill it."""
+"""Of the rehearsal: the batches at the end of it that meet a small embedding cache."""
 PREFETCH_TOKENS = 512
 """New history of the requests that come next, from which on its rows are fetched ahead: on an H100 the
 rows of fewer tokens come over the link in less time than the host needs to plan it (0.6 ms)."""
@@ -330,7 +330,7 @@ class LiveNode:
         """Do once, as large as it gets, what requests and moves may need; the caches are as new afterwards.
 
         Else a request waits for a kernel's compilation (up to a second) or for memory (20 ms). At last
-        there are too few embedding pages for a batch, so that rows are evicted, too.
+        the embedding cache is so small that it is full, and rows are evicted, too.
         """
         config, together = self.config, 4
         few_centi = -(-100 // self.pool.pages)

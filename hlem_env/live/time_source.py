@@ -30,8 +30,9 @@ class WallTime:
 class AwakeTime(WallTime):
     """Wall time whose waits keep the core: for a node on a GPU, which has cores to spare.
 
-    On a virtual machine a thread that sleeps comes back to a core that is cold or shared: a loop of plain
-    Python took 1.25 ms after pauses of 2 ms and 0.63 without (medians, 16 cores beside an H200).
+    On a virtual machine a thread that sleeps may come back to a core that is cold or shared: a loop of plain
+    Python took 1.25 and 1.29 ms after pauses of 2 ms that were slept, and 0.66 and 0.69 in a row (medians of
+    3 s, on two machines of 16 cores beside an H200); but 1.09 in a row on the second, some seconds later.
     """
 
     def sleep(self, seconds: float) -> None:

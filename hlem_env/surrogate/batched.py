@@ -69,7 +69,8 @@ class BatchedNode(NodeConfig):
     refill_while_idle: bool = False
     """Rows are refilled only while nobody waits: the host's thread computes, too."""
     only_graphs: bool = False
-    """A batch ends before a request of more new tokens than share a graph (`NodeProfile.graph_tokens`)."""
+    """A batch ends before a request of more new tokens than share a graph (`NodeProfile.graph_tokens`). That
+    a graph serves 32 to 64 requests at most is left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -408,7 +409,7 @@ class BatchedBackend(SurrogateBackend):
         self._last_p99_ms = 0.0
 
     def set_speed(self, hardware: NodeProfile) -> None:
-        """From the next run on batches take what they take on the same machine at another speed.
+        """From the next run on, resets included, batches take what they take on the machine at another speed.
 
         Args:
             hardware: this node's, slower or faster (`NodeProfile.slower`, `NodeProfile.slower_host`).

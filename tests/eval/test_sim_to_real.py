@@ -140,6 +140,18 @@ def test_only_what_was_disturbed_is_measured_again(
             replace(args, again=True, **other)
 
 
+def test_records_of_runs_with_other_epochs_are_refused(files: dict[str, Any]) -> None:
+    args = Args(**files, alphas=(0.1,), settle_epochs=1, epochs=2, epoch_seconds=0.05)
+    assert main(args) == 0
+    others: tuple[dict[str, Any], ...] = (
+        {"epochs": 3}, {"settle_epochs": 0}, {"epoch_seconds": 0.1},
+    )  # fmt: skip
+    for other in others:
+        name = "--" + next(iter(other)).replace("_", "-")
+        with pytest.raises(ArgumentError, match=name):
+            main(replace(args, report=True, **other))
+
+
 def test_the_hosts_speed_is_taken_from_what_both_have(files: dict[str, Any]) -> None:
     profile = NodeProfile(
         **vars(HardwareProfile.load("h100")), host_ms={"6": {"python_ms": 2.0, "cold_host_ms": 1.0}}
