@@ -319,11 +319,10 @@ def _details(total: Totals) -> str:
     return "".join(f"\n          {n} x {text}" for text, n in total.details.most_common(3))
 
 
-async def until_signal(generator: Generator) -> Totals:
-    """Run until the time is up or the process is told to stop; a second signal ends it at once.
+def stop_on_signal() -> asyncio.Event:
+    """Set once the process is told to stop; a second signal ends it at once. Of the running loop.
 
-    Raises:
-        ArgumentError: nothing answers at the address.
+    To be called before anything takes long: until then Ctrl-C cancels whatever the loop is at.
     """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -334,7 +333,17 @@ async def until_signal(generator: Generator) -> Totals:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    return await generator.run(stop)
+    return stop
+
+
+async def until_signal(args: Args) -> Totals:
+    """Run until the time is up or the process is told to stop.
+
+    Raises:
+        ArgumentError: nothing answers at the address.
+    """
+    stop = stop_on_signal()
+    return await Generator(args).run(stop)
 
 
 def result(args: Args, total: Totals) -> dict[str, Any]:
@@ -344,7 +353,7 @@ def result(args: Args, total: Totals) -> dict[str, Any]:
 
 def main(args: Args) -> int:
     """Load, print, write."""
-    total = asyncio.run(until_signal(Generator(args)))
+    total = asyncio.run(until_signal(args))
     if args.json is not None:
         write_result(args.json, command("eval.load_generator"), result(args, total))
     return 0

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Final
 
 from eval import load_generator, photograph
-from eval.load_generator import until_signal
+from eval.load_generator import stop_on_signal
 from eval.load_totals import Totals
 from eval.node_process import node_process
 from hlem_env.command_line import run_command
@@ -97,9 +97,10 @@ def _run(args: Args) -> None:
 
 async def _load(args: load_generator.Args, picture: Path | None) -> Totals:
     """Load the node; towards the end the page is photographed."""
+    stop = stop_on_signal()
     generator = load_generator.Generator(args)
     if picture is None:
-        return await until_signal(generator)
+        return await generator.run(stop)
 
     async def photographed() -> None:
         while generator.passed_s < args.seconds - PICTURE_S:
@@ -109,7 +110,7 @@ async def _load(args: load_generator.Args, picture: Path | None) -> Totals:
         )
 
     taking = asyncio.create_task(photographed())
-    total = await until_signal(generator)
+    total = await generator.run(stop)
     if generator.passed_s >= args.seconds - PICTURE_S:
         await taking
     taking.cancel()

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval import load_generator
-from eval.load_generator import Generator, until_signal
+from eval.load_generator import Generator, stop_on_signal
 from eval.load_totals import OUTCOMES, Totals
 from eval.node_process import node_process
 from hlem_env.command_line import run_command
@@ -90,6 +90,7 @@ def look(pid: int, data: Path, total: Totals, before: Totals) -> Minute:
 
 async def soak(args: Args, load: load_generator.Args, pid: int) -> tuple[Totals, list[Minute]]:
     """Load the node and look at it once a minute."""
+    stop = stop_on_signal()
     generator, minutes = Generator(load), list[Minute]()
 
     async def watch() -> None:
@@ -103,7 +104,7 @@ async def soak(args: Args, load: load_generator.Args, pid: int) -> tuple[Totals,
                 before.sent, before.outcomes = total.sent, total.outcomes.copy()
 
     watching = asyncio.create_task(watch())
-    total = await until_signal(generator)
+    total = await generator.run(stop)
     watching.cancel()
     return total, minutes
 
