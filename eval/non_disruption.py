@@ -1,9 +1,9 @@
 """P99 in the second after a move of alpha: `python -m eval.non_disruption --preset h100`.
 
 Under open-loop load, alpha moves up and back down by 2, 6 and 10 hundredths, with refill held by the token
-bucket and without, and in between as many seconds pass without a move. Requests count in the second in which
-they arrived. Pieces are rounds of all of these in random order, a file each; `--seconds` is the time of this
-run, and another one goes on where it ended. Percentiles are of all rounds together; intervals draw whole
+bucket and without, and after each such pair pass seconds without a move. Requests count in the second in
+which they arrived. Pieces are rounds of all of these in random order, a file each; `--seconds` is the time of
+this run, and another one goes on where it ended. Percentiles are of all rounds together; intervals draw whole
 moves anew.
 """
 
@@ -38,8 +38,9 @@ from hlem_env.live.node import LiveNode
 from hlem_env.live.time_source import CLOCKS, clock_name, make_clock
 from hlem_env.machine import command, write_result
 
-STEPS_CENTI = (2, 6, 10)
 ARMS = (THROTTLED, UNTHROTTLED)
+MOST_STEP = 10
+"""Hundredths of the pool."""
 NO_MOVE = "no move"
 
 
@@ -54,9 +55,15 @@ class Args:
     seconds: float = 480.0
     """of this run"""
     moves: int = 200
-    """of each size with each kind of refill, half of them up; as many seconds without a move"""
+    """of each size with each kind of refill, half of them up"""
+    steps: tuple[int, ...] = (2, 6, 10)
+    """by which alpha moves, in hundredths"""
+    refill: tuple[str, ...] = ARMS
+    """throttled, unthrottled or both"""
     rounds: int = 3
     """in a piece, of all sizes and kinds, up and down"""
+    still: int = 1
+    """seconds without a move after each pair of moves"""
     alpha: float = 0.3
     """from which alpha moves up"""
     utilisation: float = 0.6
@@ -81,12 +88,22 @@ class Args:
     """file for the figures"""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "moves", "rounds", "window_s", "warm_s"):
+        for name in ("seconds", "moves", "rounds", "still", "window_s", "warm_s"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         for name in ("utilisation", "hot_share"):
             require(0 < getattr(self, name) < 1, name, getattr(self, name), "above 0, below 1")
         require(0 <= self.alpha <= 0.9, "alpha", self.alpha, "0 to 0.9")
+        for step in self.steps or (0,):
+            require(1 <= step <= MOST_STEP, "steps", step, f"1 to {MOST_STEP}")
+        for arm in self.refill or ("none",):
+            require(arm in ARMS, "refill", arm, " or ".join(ARMS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
+
+    @property
+    def piece_s(self) -> float:
+        """What a piece takes."""
+        seconds = 1 + len(self.refill) * len(self.steps) * self.rounds * (2 + self.still)
+        return self.warm_s + self.window_s * seconds + 1.0
 
     @property
     def low_centi(self) -> int:
@@ -96,7 +113,7 @@ class Args:
     def plan(self, seed: int) -> Plan:
         """The load."""
         return Plan(
-            self.utilisation, self.hot_share, self.low_centi, self.low_centi + 10, 1, self.warm_s,
+            self.utilisation, self.hot_share, self.low_centi, self.low_centi + MOST_STEP, 1, self.warm_s,
             self.window_s, self.window_s, False, seed,
         )  # fmt: skip
 
@@ -126,14 +143,15 @@ def measure_piece(node: LiveNode, args: Args, rate: float, number: int) -> dict[
         seconds.append(Second(arm, step_centi, served.now_s))
         served.run(alpha_centi, args.window_s)
 
-    kinds = [(arm, step) for arm in ARMS for step in STEPS_CENTI]
+    kinds = [(arm, step) for arm in args.refill for step in args.steps]
     for _ in range(args.rounds):
         for place in rng.permutation(len(kinds)):
             arm, step = kinds[int(place)]
             window(arm, step, args.low_centi + step)
             window(arm, -step, args.low_centi)
             refill.refill(0)  # what is left of it would fall into the second without a move
-            window(NO_MOVE, 0, args.low_centi)
+            for _ in range(args.still):
+                window(NO_MOVE, 0, args.low_centi)
     served.run(args.low_centi, args.window_s)  # what still waits
     return {
         "requests_per_s": rate,
@@ -250,8 +268,7 @@ def main(args: Args) -> int:
     )
     clock = clock_name(args.clock, config.device)
     count = -(-args.moves // (2 * args.rounds))
-    piece_s = args.warm_s + args.window_s * (1 + 3 * len(ARMS) * len(STEPS_CENTI) * args.rounds)
-    pieces = [Piece(f"round-{number:03d}", piece_s + 1) for number in range(1, count + 1)]
+    pieces = [Piece(f"round-{number:03d}", args.piece_s) for number in range(1, count + 1)]
     missing = [piece for piece in pieces if not part.has(piece.name)]
     if missing and not args.report:
         node = LiveNode(config, time_source=make_clock(clock, config.device))

@@ -182,7 +182,7 @@ class Setting:
     def simulate(
         self, record: Mapping[str, Any], profile: NodeProfile, slowness: Floats | None = None
     ) -> dict[str, Any]:
-        """What the surrogate measures in the run of a record, under the record's load.
+        """What the surrogate measures in the run of a record, with its load and its rule for batches.
 
         Args:
             record: of the live node.
@@ -198,7 +198,8 @@ class Setting:
 
         run = Run(**record["run"])
         scenario = replace(self.scenario(run), utilisation=record["scenario"]["utilisation"])
-        twin = surrogate_twin(scenario, self.at(run), profile, record["speed"])
+        node = replace(self.at(run), only_graphs=record["preset"].get("only_graphs", False))
+        twin = surrogate_twin(scenario, node, profile, record["speed"])
         drawn = []
         for twin.draw in range(self.args.draws):
             drawn.append(self.serve(twin, run, before=set_speed))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from eval.non_disruption import NO_MOVE, Args, main, report
+from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
 
 
@@ -38,16 +39,51 @@ def test_what_a_move_costs_shows_in_its_direction() -> None:
     assert found["no_move"]["seconds"] == 8
 
 
+@pytest.mark.parametrize(
+    ("wrong", "allowed"),
+    [({"steps": (6, 11)}, "1 to 10"), ({"refill": ("none",)}, "throttled or unthrottled"),
+     ({"still": 0}, "above 0"), ({"steps": ()}, "1 to 10")],
+)  # fmt: skip
+def test_wrong_moves_are_refused(wrong: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(ArgumentError, match=allowed):
+        Args(**wrong)
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_small_node(tmp_path: Path) -> None:
+def test_one_kind_of_move_alone(tmp_path: Path, small_node: Path) -> None:
+    file = tmp_path / "out.json"
+    args = Args(preset=str(small_node), records=tmp_path / "records", moves=4, rounds=1, warm_s=0.3,
+                window_s=0.2, requests_per_s=60.0, steps=(6,), refill=("throttled",), still=2,
+                json=file)  # fmt: skip
+    assert main(args) == 0
+    found = json.loads(file.read_text())
+    moves = {
+        (row["refill"], row["by_centi"], row["direction"]): row["moves"] for row in found["rows"]
+    }
+    assert moves == {
+        ("throttled", 6, "up"): 2,
+        ("throttled", 6, "down"): 2,
+        ("throttled", 6, "either"): 4,
+    }
+    assert found["no_move"]["seconds"] == 4
+
+
+@pytest.fixture
+def small_node(tmp_path: Path) -> Path:
     config = replace(
         LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, layers=1, mean_history_tokens=40,
         max_history_tokens=100, rows_per_table=10_000, emulated_link_gbps=None,
         hot_share=(0.3,), requests_per_s=(50.0,),
     )  # fmt: skip
-    preset, file = tmp_path / "preset.json", tmp_path / "out.json"
+    preset = tmp_path / "preset.json"
     preset.write_text(json.dumps(config.to_json()))
-    args = Args(preset=str(preset), records=tmp_path / "records", moves=2, rounds=1, warm_s=0.3,
+    return preset
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_small_node(tmp_path: Path, small_node: Path) -> None:
+    file = tmp_path / "out.json"
+    args = Args(preset=str(small_node), records=tmp_path / "records", moves=2, rounds=1, warm_s=0.3,
                 window_s=0.2, requests_per_s=60.0, json=file)  # fmt: skip
     assert main(args) == 0
     found = json.loads(file.read_text())
