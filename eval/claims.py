@@ -190,8 +190,10 @@ CLAIMS = (
     Claim("The same, by the host's speed in each second", "sim-to-real-h200-host-speed.json", _agreement),
     Claim("The same, mean service times matched run by run",
           "sim-to-real-h200-matched.json", _agreement),
-    Claim("Another machine of the kind with that profile, by its host's speed in each second",
-          "sim-to-real-h200-other.json", _agreement),
+    Claim("Three other machines of the kind with that profile, by their hosts' speed: the first",
+          "sim-to-real-h200-machine-1.json", _agreement),
+    Claim("The second", "sim-to-real-h200-machine-2.json", _agreement),
+    Claim("The third", "sim-to-real-h200-machine-3.json", _agreement),
     Claim("As calibrated, on a node with slow spells", "sim-to-real-h100.json", _agreement),
     Claim("As calibrated, on a CPU", "sim-to-real-cpu-small.json", _agreement),
     Claim("The same, mean service times matched run by run",
@@ -207,7 +209,7 @@ CLAIMS = (
     Claim("Live, Books, Burst: over scan-resistant KV with the best static split",
           "end-to-end-h200.json", _end_to_end("burst", SMART, "over_best_static")),
     Claim("P99 in the second after a move of alpha, refill held by the token bucket",
-          "non-disruption-h100.json", _non_disruption),
+          "non-disruption-h200.json", _non_disruption),
 )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 Under open-loop load, alpha moves up and back down by 2, 6 and 10 hundredths, with refill held by the token
 bucket and without, and after each such pair pass seconds without a move. Requests count in the second in
 which they arrived. Pieces are rounds of all of these in random order, a file each; `--seconds` is the time of
-this run, and another one goes on where it ended. Percentiles are of all rounds together; intervals draw whole
-moves anew.
+this run, and another one goes on where it ended. Percentiles are of all rounds together, and beside
+them stands the mean of the seconds' own; intervals draw whole seconds anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from eval.refill_under_load import (
     watch,
 )
 from eval.sim_to_real import START_S
-from eval.statistics import pooled_percentile, ratio_of_pooled_percentiles
+from eval.statistics import (
+    pooled_percentile,
+    ratio_of_pooled_percentiles,
+    ratio_of_separate_means,
+)
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
@@ -195,7 +199,7 @@ def find_rate(node: LiveNode, args: Args) -> Mapping[str, Any]:
 
 
 def report(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """P99 of each kind of second, and over that without a move."""
+    """P99 of each kind of second, and over that without a move: of all requests, and mean P99 of a second."""
     groups: dict[tuple[str, int, str], list[Floats]] = {}
     none: list[Floats] = []
     for window in (window for record in records for window in record["windows"]):
@@ -217,9 +221,7 @@ def report(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _row(key: tuple[str, int, str], found: list[Floats], none: list[Floats]) -> dict[str, Any]:
     arm, size, direction = key
     some = any(group.size for group in found)
-    # The seconds without a move spread over the whole run; as many of them, evenly.
-    same = [none[i] for i in np.linspace(0, len(none) - 1, len(found)).round().astype(int)]
-    comparable = some and any(group.size for group in same)
+    seconds, still = ([np.percentile(g, 99) for g in of if g.size] for of in (found, none))
     return {
         "refill": arm,
         "by_centi": size,
@@ -228,7 +230,10 @@ def _row(key: tuple[str, int, str], found: list[Floats], none: list[Floats]) -> 
         "requests": int(sum(group.size for group in found)),
         "p99_ms": asdict(pooled_percentile(found, 0.99)) if some else None,
         "over_no_move": (
-            asdict(ratio_of_pooled_percentiles(found, same, 0.99)) if comparable else None
+            asdict(ratio_of_pooled_percentiles(found, none, 0.99, paired=False)) if some else None
+        ),
+        "second_over_no_move": (
+            asdict(ratio_of_separate_means(np.array(seconds), np.array(still))) if some else None
         ),
     }
 
@@ -242,12 +247,22 @@ def print_report(found: Mapping[str, Any], console: Console) -> None:
         f" {found['no_move']['seconds']} seconds",
         title_justify="left",
     )  # fmt: skip
-    for heading in ("refill", "alpha by", "way", "moves", "requests", "P99 ms", "over no move"):
+    for heading in (
+        "refill",
+        "alpha by",
+        "way",
+        "moves",
+        "requests",
+        "P99 ms",
+        "over no move",
+        "of a second",
+    ):
         table.add_column(heading, justify="right")
     for row in found["rows"]:
         table.add_row(
             row["refill"], f"{row['by_centi'] / 100:.2f}", row["direction"], str(row["moves"]),
             str(row["requests"]), _shown(row["p99_ms"]), _shown(row["over_no_move"], 2),
+            _shown(row["second_over_no_move"], 2),
         )  # fmt: skip
     console.print(table)
 

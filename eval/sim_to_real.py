@@ -25,6 +25,7 @@ from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.machine_state import (
     COLD_HOST,
+    COLD_HOST_ROW,
     HOST_INSTRUMENTS,
     MachineState,
     mean_host_ms,
@@ -44,6 +45,11 @@ Floats = NDArray[np.float64]
 MATCHING_ROUNDS = 2
 LEAST_UNDISTURBED = 0.5
 """A run with less than this share of undisturbed epochs is disturbed, and counts in no figure."""
+MOST_SLOWNESS = 5.0
+"""Of a host. A batch that takes longer waited for something else, such as a kernel that was compiled: 1.8 s
+in the first second of one run on an H200."""
+NO_RULES = {"only_graphs": False, "prefetch_beside": 0}
+"""For batches, of a preset; records that are older than these had none."""
 START_S = 75.0
 """That a node needs before its first piece."""
 
@@ -198,7 +204,7 @@ class Setting:
 
         run = Run(**record["run"])
         scenario = replace(self.scenario(run), utilisation=record["scenario"]["utilisation"])
-        node = replace(self.at(run), only_graphs=record["preset"].get("only_graphs", False))
+        node = replace(self.at(run), **rules_of(record))
         twin = surrogate_twin(scenario, node, profile, record["speed"])
         drawn = []
         for twin.draw in range(self.args.draws):
@@ -229,6 +235,11 @@ class Setting:
             epochs.append(backend.run(run.alpha_centi, seconds))
             after()
         return summary(epochs[unmeasured:], epochs[unmeasured - 1])
+
+
+def rules_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules for batches of a run, whatever the preset says by now."""
+    return {name: record["preset"].get(name, none) for name, none in NO_RULES.items()}
 
 
 def mean_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
@@ -419,7 +430,17 @@ def host_slowness(
         return np.full(epochs, mean[name] / then[name])
     found = np.array([state.get(name, 0.0) for state in states])
     found = np.concatenate([np.zeros(epochs - found.size), found])  # the first may not be known
-    return np.where(found > 0, found, mean[name]) / then[name]
+    row_ms = then.get(COLD_HOST_ROW, 0.0)
+    as_fast_ms = then[name] + (row_ms * missed_rows(record) if row_ms else 0.0)
+    slowness = np.where(found > 0, found, mean[name]) / as_fast_ms
+    return np.minimum(slowness, MOST_SLOWNESS)
+
+
+def missed_rows(record: Mapping[str, Any]) -> float:
+    """Of a request with nothing cached, on average over a run."""
+    preset = record["preset"]
+    tokens = preset["mean_history_tokens"] + preset["candidates"]
+    return float((1.0 - record["live"]["emb_hit"]) * tokens * preset["tables"])
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:

@@ -26,9 +26,9 @@ class Estimate:
     high: float
 
 
-def resample(seeds: int) -> NDArray[np.int64]:
-    """Indices [RESAMPLES, seeds] of bootstrap samples; always the same ones."""
-    return np.random.default_rng(0).integers(0, seeds, (RESAMPLES, seeds))
+def resample(seeds: int, draw: int = 0) -> NDArray[np.int64]:
+    """Indices [RESAMPLES, seeds] of bootstrap samples; always the same ones for the same draw."""
+    return np.random.default_rng(draw).integers(0, seeds, (RESAMPLES, seeds))
 
 
 def interquartile_mean(values: Floats) -> Floats:
@@ -73,23 +73,41 @@ def pooled_percentile(groups: Sequence[Floats], share: float) -> Estimate:
     return _estimate(*_pooled(groups, share))
 
 
+def ratio_of_separate_means(numerator: Floats, denominator: Floats) -> Estimate:
+    """mean(numerator) / mean(denominator), [n] and [m] values that are no pairs."""
+    above = numerator[resample(numerator.size)].mean(axis=-1)
+    below = denominator[resample(denominator.size, 1)].mean(axis=-1)
+    return _estimate(float(numerator.mean() / denominator.mean()), above / below)
+
+
 def ratio_of_pooled_percentiles(
-    numerator: Sequence[Floats], denominator: Sequence[Floats], share: float
+    numerator: Sequence[Floats],
+    denominator: Sequence[Floats],
+    share: float,
+    *,
+    paired: bool = True,
 ) -> Estimate:
-    """The same percentile of two sets of groups as a ratio; groups of one place are drawn together.
+    """The same percentile of two sets of groups as a ratio.
+
+    Args:
+        numerator: groups, [n] values each.
+        denominator: groups.
+        share: as `pooled_percentile`.
+        paired: groups of one place are drawn together.
 
     Raises:
-        ArgumentError: their numbers differ, or all groups of one are empty.
+        ArgumentError: the numbers of pairs differ, or all groups of one are empty.
     """
-    require(len(numerator) == len(denominator), "groups", len(numerator), str(len(denominator)))
+    same = len(numerator) == len(denominator) or not paired
+    require(same, "groups", len(numerator), str(len(denominator)))
     for groups in (numerator, denominator):
         require(any(group.size for group in groups), "groups", "all empty", "some values")
     above, above_samples = _pooled(numerator, share)
-    below, below_samples = _pooled(denominator, share)
+    below, below_samples = _pooled(denominator, share, 0 if paired else 1)
     return _estimate(above / below, above_samples / below_samples)
 
 
-def _pooled(groups: Sequence[Floats], share: float) -> tuple[float, Floats]:
+def _pooled(groups: Sequence[Floats], share: float, draw: int = 0) -> tuple[float, Floats]:
     """Percentile of the groups' values, and of bootstrap samples of groups, [RESAMPLES].
 
     NaN where a sample has only empty groups.
@@ -98,7 +116,7 @@ def _pooled(groups: Sequence[Floats], share: float) -> tuple[float, Floats]:
     group = np.repeat(np.arange(len(groups)), [g.size for g in groups])
     order = np.argsort(values)
     values, group = values[order], group[order]
-    drawn = resample(len(groups))
+    drawn = resample(len(groups), draw)
     times = np.stack([(drawn == g).sum(axis=1) for g in range(len(groups))], axis=1)
     times = np.vstack([np.ones_like(times[:1]), times])
     reached = times[:, group].cumsum(axis=1)  # values up to this one, as often as their group is

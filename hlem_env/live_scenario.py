@@ -161,6 +161,7 @@ def surrogate_node(config: LiveConfig, kv_policy: str) -> BatchedNode:
         slo_ms=config.slo_ms,
         refill_while_idle=config.device == "cpu",
         only_graphs=config.only_graphs,
+        prefetch_beside=config.prefetch_beside,
     )
 
 

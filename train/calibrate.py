@@ -177,7 +177,9 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
             break
         layers = missing.pop(0)
         began_s = time.perf_counter()
-        at = replace(config, layers=layers, epoch_seconds=min(config.epoch_seconds, 1.0))
+        seconds = min(config.epoch_seconds, 1.0)
+        # Prefetch beside every batch: when it is worth its price is what the profile tells.
+        at = replace(config, layers=layers, epoch_seconds=seconds, prefetch_beside=0)
         node = LiveNode(at, "lru", tables, make_clock(clock_name("auto", at.device), at.device))
         try:
             tables = node.tables

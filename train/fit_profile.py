@@ -5,8 +5,8 @@ alpha are one cell, with the median of its times; a batch of a stream is a cell 
 the inverse of their time, so that residuals are relative, and it is their absolute values that are least:
 a few slow batches do not move the fit. What is the host's goes with how fast the host was meanwhile, where
 that was recorded: else a depth whose turn came while it was slow would seem to have slower layers. Mixed
-batches, but for those that the host launches piece by piece, and those beside refill come second: what they
-take beyond the rest of the model, over the part of it that slows down. How times scatter around the model
+batches, but for those that the host launches piece by piece, those beside refill and those that plan a
+prefetch come second: what they take beyond the rest of the model. How times scatter around the model
 is taken from the streams.
 """
 
@@ -23,7 +23,7 @@ from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.surrogate.hardware import NodeProfile, _extrapolate
 from train import host_speed
-from train.host_speed import STREAM
+from train.host_speed import STREAM, ColdHost
 
 Floats = NDArray[np.float64]
 
@@ -37,6 +37,9 @@ ITERATIONS = 30
 LEAST_RESIDUAL = 0.003
 STRETCH = 128
 """Batches of a stream that stay together in the jitter."""
+PAUSES = 6.0
+"""Times the shortest tenth of the times between two batches, from which on nobody waited."""
+FEWEST_GAPS = 100
 MOST_JITTER = 4096
 """Batches of it that a profile keeps."""
 
@@ -88,10 +91,10 @@ class Terms:
 def cells_of(raw: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """Cells of the measurements of all depths, but for batches while the host was slow."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    reference_ms = host_speed.mean_of_streams(raw)
+    cold_host = ColdHost.of(raw)
     for depth in raw:
         layers = depth["preset"]["layers"]
-        slowness = host_speed.of_samples(depth) / reference_ms if reference_ms else None
+        slowness = cold_host.slowness(depth) if cold_host.ms else None
         for i in np.flatnonzero(host_speed.kept(depth)):
             sample = depth["samples"][i]
             host = 1.0 if slowness is None else float(slowness[i]) or 1.0
@@ -144,18 +147,14 @@ def eager(cell: Cell, terms: Terms) -> bool:
     return terms.cuda and new.size > 1 and float(new.max()) > GRAPH_TOKENS
 
 
-HOST_COLUMNS = 6
-"""Of `design`: overhead; further requests; no graph, each layer of it; ahead with a graph, without."""
+HOST_COLUMNS = 4
+"""Of `design`: overhead; further requests; no graph, each layer of it."""
 
 
 def design(cell: Cell, terms: Terms) -> Floats:
     """Columns: those of the host, pauses; missed rows, rows found; compute."""
     launched = float(eager(cell, terms))
-    ahead = float(cell.ahead)
-    host = [
-        1.0, cell.history.size - 1.0, launched, cell.layers * launched, ahead * (1.0 - launched),
-        ahead * launched,
-    ]  # fmt: skip
+    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched]
     pauses = [
         np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
     ]
@@ -164,8 +163,49 @@ def design(cell: Cell, terms: Terms) -> Floats:
 
 
 def comes_second(cell: Cell, terms: Terms) -> bool:
-    """Whether it takes longer than what the columns say, by a share of its compute or of its missed rows."""
-    return cell.refilling or (cell.mixed and not eager(cell, terms))
+    """Whether it takes longer than what the columns say."""
+    return cell.refilling or cell.ahead or slowed(cell, terms)
+
+
+def slowed(cell: Cell, terms: Terms) -> bool:
+    """Whether its compute is slower, since some requests are cached and some not."""
+    return cell.mixed and not eager(cell, terms)
+
+
+def ahead_cost(found: Floats, host: Floats, compute_ms: Floats) -> Floats:
+    """What planning a prefetch adds, [n] milliseconds: the host's time, where the device does not compute.
+
+    Args:
+        found: `ahead_ms` and `ahead_hidden`.
+        host: [n], how slow the host was.
+        compute_ms: [n], of the batch, if a recorded graph does it; else 0.
+    """
+    cost: Floats = np.maximum(found[0] * host - found[1] * compute_ms, 0.0)
+    return cost
+
+
+def fit_ahead(more_ms: Floats, host: Floats, compute_ms: Floats, weight: Floats) -> Floats:
+    """`ahead_ms` and `ahead_hidden` with the least sum of weighted errors of `ahead_cost`.
+
+    Args:
+        more_ms: [n], what batches that plan a prefetch took beyond the rest of the model.
+        host: as `ahead_cost`.
+        compute_ms: as `ahead_cost`.
+        weight: [n].
+    """
+    from scipy.optimize import brute, fmin
+
+    if not more_ms.size:
+        return np.zeros(2)
+
+    def error(values: Floats) -> float:
+        off = np.abs(ahead_cost(np.abs(values), host, compute_ms) - more_ms)
+        return float((weight * off).sum())
+
+    most = max(float(np.max(more_ms / host)), 0.0)
+    begin = brute(error, ((0.0, most), (0.0, 1.0)), Ns=21, finish=None)
+    found: Floats = np.abs(fmin(error, begin, xtol=1e-6, ftol=1e-9, disp=False))
+    return found
 
 
 def least_absolute(matrix: Floats, target: Floats, weight: Floats) -> Floats:
@@ -217,20 +257,26 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     def compute(cell: Cell) -> float:
         return float(compute_columns(cell, terms) @ found[places[2] :])
 
-    mixed = _slowdown([(c.ms - predicted(c), compute(c)) for c in second if c.mixed])
+    def graph_ms(cell: Cell) -> float:
+        return 0.0 if eager(cell, terms) else compute(cell)
+
+    hiding = [c for c in second if c.ahead and not c.refilling and not slowed(c, terms)]
+    ahead = fit_ahead(
+        np.array([c.ms - predicted(c) for c in hiding]), np.array([c.host for c in hiding]),
+        np.array([graph_ms(c) for c in hiding]), np.array([1.0 / c.ms for c in hiding]),
+    )  # fmt: skip
+    mixed = _slowdown([(c.ms - predicted(c), compute(c)) for c in second if slowed(c, terms)])
     beside = _slowdown(
         [(c.ms - predicted(c), c.missed_rows * row_ms) for c in cells if c.refilling]
     )
     residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
-    # Older measurements do not say what of it keeps the server busy; most of it does.
-    added_ms = _median(raw, "loop", "median_ms")
-    known = all("busy_ms" in depth["loop"] for depth in raw)
-    loop_ms = _median(raw, "loop", "busy_ms") if known else added_ms
-    wake_ms = max(added_ms - loop_ms, 0.0)
+    loop_ms, choose_ms = _loop(raw, cells)
+    wake_ms = max(_median(raw, "loop", "median_ms") - loop_ms, 0.0)
 
     def whole(cell: Cell) -> float:
-        slower = mixed if cell.mixed and comes_second(cell, terms) else 0.0
-        return predicted(cell) + slower * compute(cell)
+        slower = mixed if slowed(cell, terms) else 0.0
+        planned = ahead_cost(ahead, np.array(cell.host), np.array(graph_ms(cell)))
+        return predicted(cell) + slower * compute(cell) + cell.ahead * float(planned)
 
     streamed = _streamed(cells)
     ratios = [(cell.ms / whole(cell), cell.cached.min() == 0) for cell in streamed]
@@ -255,14 +301,15 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         append_layer_ms=tuple(_round(v) for v in append),
         wake_ms=_round(wake_ms),
         loop_ms=_round(loop_ms),
+        choose_ms=_round(choose_ms),
         request_ms=_round(host[1]),
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(host[2]),
         eager_layer_ms=_round(host[3]),
         mixed_slowdown=_round(mixed),
         lookup_overlaps=config.emulated_link_gbps is not None,
-        ahead_ms=_round(host[4]),
-        ahead_eager_ms=_round(host[5]),
+        ahead_ms=_round(ahead[0]),
+        ahead_hidden=_round(ahead[1]),
         prefetch_gbps=_round(_prefetch_gbps(raw)) if terms.cuda else 0.0,
         refill_gbps=_round(min(refill)) if refill else 1e3,
         idle_ms=IDLE_MS if after_idle.any() else (),
@@ -272,7 +319,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
         host_ms={
             str(depth["preset"]["layers"]): {
-                name: _round(ms) for name, ms in host_speed.mean_ms(depth, raw).items()
+                name: _round(ms) for name, ms in host_speed.mean_ms(depth, ColdHost.of(raw)).items()
             }
             for depth in raw
         },
@@ -300,6 +347,27 @@ def _terms(raw: Sequence[Mapping[str, Any]], config: LiveConfig, cells: list[Cel
         link_row_ms=None if link is None else config.row_bytes / link * 1e-6,
         cuda=config.device == "cuda",
     )
+
+
+def _loop(raw: Sequence[Mapping[str, Any]], cells: list[Cell]) -> tuple[float, float]:
+    """`loop_ms` and `choose_ms`.
+
+    Between two batches of a queue pass two kinds of times, since one request waits or several: they are told
+    apart where the variance within both is least. Without streams it is what a light load shows.
+    """
+    gaps = np.sort([cell.idle_ms / cell.host for cell in cells if cell.kind == STREAM])
+    gaps = gaps[gaps > 0]
+    gaps = gaps[gaps < PAUSES * np.percentile(gaps, 10)] if gaps.size else gaps
+    if gaps.size < FEWEST_GAPS:
+        # Older measurements do not say what of it keeps the server busy; most of it does.
+        known = all("busy_ms" in depth["loop"] for depth in raw)
+        return _median(raw, "loop", "busy_ms" if known else "median_ms"), 0.0
+    n = np.arange(1, gaps.size)
+    total = np.cumsum(gaps)
+    one, several = total[:-1] / n, (total[-1] - total[:-1]) / (gaps.size - n)
+    place = int(np.argmax(n * (gaps.size - n) * (several - one) ** 2)) + 1
+    loop_ms = float(np.median(gaps[:place]))
+    return loop_ms, float(np.median(gaps[place:])) - loop_ms
 
 
 def _median(raw: Sequence[Mapping[str, Any]], *path: str) -> float:

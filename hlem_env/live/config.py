@@ -67,6 +67,10 @@ class LiveConfig:
     only_graphs: bool = False
     """On a GPU: a batch ends before a request that shares no recorded graph with the others, instead of being
     launched piece by piece, which takes longer than its requests one by one on an H200 (docs/live.md)."""
+    prefetch_beside: int = 0
+    """Tokens times layers that a batch computes, from which on the missing rows of the next one are fetched
+    meanwhile: beside less of it the device waits for the host's planning, longer than that brings
+    (docs/live.md)."""
     cpu_threads: int = 1
     """Of torch, while the node works on a CPU. Two are faster while nothing else runs; with other work on
     their cores they wait for each other (docs/live.md)."""
@@ -83,6 +87,10 @@ class LiveConfig:
             value = getattr(self, name)
             require_number(name, value, whole=True)
             require(1 <= value <= 2**50, name, value, "1 to 2^50")
+        require_number("prefetch_beside", self.prefetch_beside, whole=True)
+        require(
+            0 <= self.prefetch_beside <= 2**50, "prefetch_beside", self.prefetch_beside, "0 to 2^50"
+        )
         for name in ("epoch_seconds", "slo_ms", "refill_gbps", "mean_history_tokens", "utilisation",
                      "probe_ms"):  # fmt: skip
             value = getattr(self, name)

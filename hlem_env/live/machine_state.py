@@ -25,6 +25,8 @@ SLOW_HOST = 3.3
 """Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
 the first spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
 COLD_HOST = "cold_host_ms"
+COLD_HOST_ROW = "cold_host_row_ms"
+"""In a profile: what each missed row adds to it."""
 HOST_INSTRUMENTS = (COLD_HOST, "python_ms")
 """Of the host's speed, the one of more moments first."""
 AFTER_EPOCHS = 3

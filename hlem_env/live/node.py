@@ -216,6 +216,8 @@ class LiveNode:
         most = max(int(np.searchsorted(np.cumsum(new), self.config.token_budget, side="right")), 1)
         if self.config.only_graphs:
             most = min(most, first_to_share(new))
+        if most == 1:
+            return 1
         return int(self.kv.split(some.user[:most], lengths[:most])[0].size)
 
     def execute(self, requests: Requests, waiting: Requests, now_s: float) -> Executed:
@@ -240,6 +242,9 @@ class LiveNode:
             keys = self._items.keys(requests, window, cached)
             rows = self.embedding.lookup(keys, now_s)
             self._counters.copy_(self.embedding.state.counters, non_blocking=True)
+            computed = int((lengths - cached + candidates).sum())
+            if computed * self.config.layers < self.config.prefetch_beside:
+                waiting = waiting[:0]
             looked_up = self.refill.mark() if len(waiting) else None
             scores = self._scores(rows, batch, cached, lengths - cached, candidates)
             if len(requests) == 1 and cached[0] == 0:

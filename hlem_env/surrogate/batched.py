@@ -71,12 +71,16 @@ class BatchedNode(NodeConfig):
     only_graphs: bool = False
     """A batch ends before a request of more new tokens than share a graph (`NodeProfile.graph_tokens`). That
     a graph serves 32 to 64 requests at most is left out."""
+    prefetch_beside: int = 0
+    """Tokens times layers that a batch computes, from which on it plans a prefetch for the next one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("kv_policy", self.kv_policy, recency.POLICIES)  # learned ones are not built
         for name in ("token_budget", "bucket_gbps", "slo_ms"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        least = self.prefetch_beside
+        require(least >= 0, "prefetch_beside", least, "0 or above")
 
 
 _BATCHING = np.dtype(
@@ -85,14 +89,16 @@ _BATCHING = np.dtype(
         ("token_budget", "i8"),
         ("wake_ms", "f8"),
         ("loop_ms", "f8"),
+        ("choose_ms", "f8"),
         ("request_ms", "f8"),
         ("graph_tokens", "i8"),
         ("eager_ms", "f8"),
         ("mixed_slowdown", "f8"),
         ("lookup_overlaps", "i8"),
         ("ahead_ms", "f8"),
-        ("ahead_eager_ms", "f8"),
+        ("ahead_hidden", "f8"),
         ("prefetch_tokens", "i8"),
+        ("prefetch_beside", "i8"),  # tokens
         ("prefetch_rows_per_s", "f8"),  # rows: of one table, here and below
         ("refill_rows_per_s", "f8"),
         ("bucket_rows_per_s", "f8"),
@@ -327,7 +333,8 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         if idle_ms.size > 1:
             batch_ms += np.interp(pause_ms, idle_ms, after_idle_ms)
         behind = first + count
-        if batching.prefetch_rows_per_s > 0.0 and arrived > behind and not batching.paused:
+        worth = batching.prefetch_rows_per_s > 0.0 and total >= batching.prefetch_beside
+        if worth and arrived > behind and not batching.paused:
             following = _batch_size(
                 users, run, batching, user_ids, lengths, new_items, behind, arrived
             )
@@ -344,12 +351,14 @@ def _serve_batches(  # type: ignore[no-untyped-def]
                 rate = min(batching.prefetch_rows_per_s, batching.bucket_rows_per_s)
                 batching.ahead_rows = min(wanted, rate * time_s)
                 batching.prefetched_rows += batching.ahead_rows
-                batch_ms += batching.ahead_eager_ms if eager else batching.ahead_ms
+                hidden_ms = 0.0 if eager else batching.ahead_hidden * compute_total
+                batch_ms += max(batching.ahead_ms - hidden_ms, 0.0)
         if jitter.size > 0:
             batching.serial = (batching.serial + 1) % jitter.size
             batch_ms *= jitter_cold[batching.serial] if some_not else jitter[batching.serial]
 
-        done_s = start_s + 1e-3 * (batching.loop_ms + batch_ms)
+        loop_ms = batching.loop_ms + (batching.choose_ms if arrived - behind + count > 1 else 0.0)
+        done_s = start_s + 1e-3 * (loop_ms + batch_ms)
         for k in range(count):
             one = opened[k]
             one.service_ms = batch_ms * one.tokens / total
@@ -475,14 +484,16 @@ class BatchedBackend(SurrogateBackend):
             "token_budget": node.token_budget,
             "wake_ms": hardware.wake_ms,
             "loop_ms": hardware.loop_ms,
+            "choose_ms": hardware.choose_ms,
             "request_ms": hardware.request_ms,
             "graph_tokens": hardware.graph_tokens,
             "eager_ms": hardware.eager_ms + node.layers * hardware.eager_layer_ms,
             "mixed_slowdown": hardware.mixed_slowdown,
             "lookup_overlaps": hardware.lookup_overlaps,
             "ahead_ms": hardware.ahead_ms,
-            "ahead_eager_ms": hardware.ahead_eager_ms,
+            "ahead_hidden": hardware.ahead_hidden,
             "prefetch_tokens": hardware.prefetch_tokens,
+            "prefetch_beside": -(-node.prefetch_beside // node.layers),
             "prefetch_rows_per_s": hardware.prefetch_gbps * rows,
             "refill_rows_per_s": hardware.refill_gbps * rows,
             "bucket_rows_per_s": (1 - REFILL_HEADROOM) * node.bucket_gbps * rows,

@@ -115,17 +115,20 @@ class NodeProfile(HardwareProfile):
                 + eager + layers x eager_layer, unless it has a recorded graph
                 + layers x sum of the requests' compute, x mixed where some are cached and some not
                 + rows (misses over the link, lookups in memory), less what prefetch brought
-                + ahead, where it plans a prefetch; ahead_eager without a graph
+                + ahead, where it plans a prefetch, less the share `ahead_hidden` of a graph's compute
                 + after_idle, by how long the server had nothing to do
 
     `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
-    an idle server begins `wake_ms` after an arrival; the plain surrogate leaves these two out.
+    `choose_ms` where several requests wait; an idle server begins `wake_ms` after an arrival. The plain
+    surrogate leaves these out.
     """
 
     wake_ms: float = 0.0
     """From an arrival to the batch's start, where the server was idle: nothing else is kept waiting."""
     loop_ms: float = 0.0
     """The serving loop's own time for a batch: no part of its service, but the next one waits."""
+    choose_ms: float = 0.0
+    """More of it where several requests wait: which of them make the batch."""
     request_ms: float = 0.0
     """Each further request of a batch."""
     graph_tokens: int = 0
@@ -139,9 +142,10 @@ class NodeProfile(HardwareProfile):
     lookup_overlaps: bool = False
     """Looking rows up in memory and waiting for the link happen at once (an emulated link)."""
     ahead_ms: float = 0.0
-    """Planning a prefetch, in the batch that does it: what does not happen while the device computes."""
-    ahead_eager_ms: float = 0.0
-    """The same where the batch has no recorded graph, so that the device waits for the host."""
+    """The host's time to plan a prefetch, in the batch that does it."""
+    ahead_hidden: float = 0.0
+    """Share of a recorded graph's compute behind which that is hidden; without one the device waits for the
+    host."""
     prefetch_gbps: float = 0.0
     """Prefetch while a batch runs; 0: there is none."""
     prefetch_tokens: int = 512
@@ -167,8 +171,8 @@ class NodeProfile(HardwareProfile):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in (
-            "wake_ms", "loop_ms", "request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown",
-            "ahead_ms", "ahead_eager_ms", "prefetch_gbps",
+            "wake_ms", "loop_ms", "choose_ms", "request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown",
+            "ahead_ms", "ahead_hidden", "prefetch_gbps",
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, f"profile.{name}", value, "0 or above")
@@ -205,11 +209,11 @@ class NodeProfile(HardwareProfile):
             overhead_ms=self.overhead_ms * factor,
             wake_ms=self.wake_ms * factor,
             loop_ms=self.loop_ms * factor,
+            choose_ms=self.choose_ms * factor,
             request_ms=self.request_ms * factor,
             eager_ms=self.eager_ms * factor,
             eager_layer_ms=self.eager_layer_ms * factor,
             ahead_ms=self.ahead_ms * factor,
-            ahead_eager_ms=self.ahead_eager_ms * factor,
             after_idle_ms=tuple(factor * v for v in self.after_idle_ms),
         )
 

@@ -34,6 +34,7 @@ def test_what_a_move_costs_shows_in_its_direction() -> None:
     assert rows["up"]["moves"] == rows["down"]["moves"] == 8
     assert rows["either"]["moves"] == 16
     assert rows["up"]["over_no_move"]["value"] == pytest.approx(1.5, rel=0.02)
+    assert rows["up"]["second_over_no_move"]["value"] == pytest.approx(1.5, rel=0.02)
     assert rows["down"]["over_no_move"]["low"] < 1.01
     assert rows["down"]["over_no_move"]["high"] > 0.99
     assert found["no_move"]["seconds"] == 8

@@ -162,9 +162,16 @@ def test_the_hosts_speed_is_taken_from_what_both_have(files: dict[str, Any]) -> 
     kept = np.array([True, False, True])
     moments = host_slowness(record, kept, profile, epochs=5)
     assert moments.tolist() == [(3.0 + 5.0) / 2 / 2.0] * 5
-    for state, cold in zip(states, (9.0, 0.0, 1.0, 1.5), strict=True):
+    for state, cold in zip(states, (4.0, 0.0, 1.0, 1.5), strict=True):
         state["cold_host_ms"] = cold  # an epoch without such a batch says nothing
-    assert host_slowness(record, kept, profile, epochs=5).tolist() == [1.5, 9.0, 1.5, 1.0, 1.5]
+    assert host_slowness(record, kept, profile, epochs=5).tolist() == [1.5, 4.0, 1.5, 1.0, 1.5]
+    states[0]["cold_host_ms"] = 1800.0  # no host is as slow
+    assert host_slowness(record, kept, profile, epochs=4).max() == 5.0
+    per_row = profile.host_ms["6"] | {"cold_host_row_ms": 1e-6}
+    preset = {"mean_history_tokens": 9900, "candidates": 100, "tables": 10}
+    missing = record | {"live": {"emb_hit": 0.5}, "preset": preset}
+    slower = host_slowness(missing, kept, replace(profile, host_ms={"6": per_row}), epochs=4)
+    assert slower[2] == pytest.approx(1.0 / (1.0 + 1e-6 * 50_000))
     for other in (record | {"run": run | {"layers": 3}}, {"run": run}):
         with pytest.raises(ArgumentError, match="machine-speed"):
             host_slowness(other, kept, profile, epochs=5)

@@ -12,6 +12,7 @@ from eval.statistics import (
     pooled_percentile,
     ratio_of_means,
     ratio_of_pooled_percentiles,
+    ratio_of_separate_means,
     resample,
 )
 from hlem_env.errors import ArgumentError
@@ -119,3 +120,18 @@ def test_a_ratio_of_pooled_percentiles_is_paired() -> None:
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
     with pytest.raises(ArgumentError, match="empty"):
         ratio_of_pooled_percentiles(groups, [np.empty(0)] * 10, 0.5)
+
+
+def test_sets_that_are_no_pairs_may_differ_in_number_and_are_drawn_apart() -> None:
+    rng = np.random.default_rng(3)
+    many, few = rng.normal(10.0, 1.0, 400), rng.normal(5.0, 1.0, 100)
+    means = ratio_of_separate_means(many, few)
+    assert means.value == pytest.approx(many.mean() / few.mean())
+    deviation = 2.0 * np.sqrt((1 / 10) ** 2 / 400 + (1 / 5) ** 2 / 100)
+    assert means.high - means.low == pytest.approx(2 * 1.96 * deviation, rel=0.15)
+    assert ratio_of_separate_means(few, few).low < 0.97  # as pairs it would be 1 exactly
+    groups = [one[None] for one in many], [one[None] for one in few]
+    middle = ratio_of_pooled_percentiles(*groups, 0.5, paired=False)
+    assert middle.value == pytest.approx(np.median(many) / np.median(few))
+    with pytest.raises(ArgumentError, match="groups"):
+        ratio_of_pooled_percentiles(*groups, 0.5)

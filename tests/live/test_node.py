@@ -189,6 +189,26 @@ def test_with_graphs_alone_a_batch_ends_before_a_request_that_shares_none() -> N
     assert node.first_batch(requests[3:]) == 2
 
 
+def test_prefetch_is_planned_beside_enough_compute_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a request of so many tokens and more; whoever waits."""
+    config = replace(CONFIG, pool_bytes=28 * 2**20, max_history_tokens=600, layers=2)
+    node = LiveNode(replace(config, prefetch_beside=2 * (300 + CONFIG.candidates)))
+    planned = []
+
+    def watched(waiting: Requests, *_: object) -> bool:
+        planned.append(len(waiting))
+        return False
+
+    monkeypatch.setattr(node, "_prefetch", watched)
+    node.reset(100)
+    node.move(20)
+    length = np.array([299, 300, 50, 60])
+    requests = Requests(np.zeros(4), np.arange(4), length, length)
+    for i in range(3):
+        node.execute(requests[i : i + 1], requests[i + 1 :], 0.0)
+    assert planned == [0, 2, 0]
+
+
 def test_a_batch_runs_with_the_configured_threads_and_leaves_the_process_its_own() -> None:
     node, requests = node_with(50), some_requests(1.0)
     seen = []

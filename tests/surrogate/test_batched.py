@@ -130,6 +130,16 @@ def test_rows_of_a_batch_are_fetched_once() -> None:
     assert fetched_ms == pytest.approx(rows * catalogue.row_bytes / 1e9 * 1e3, rel=1e-6)
 
 
+def test_choosing_among_several_delays_them_all_but_is_no_service() -> None:
+    strangers = [10**6 + i for i in range(4)]
+    args = at_once(strangers, 4000), node(token_budget=1)
+    plain, chosen = (served(*args, profile(choose_ms=more)) for more in (0.0, 2.0))
+    np.testing.assert_allclose(chosen.service_ms, plain.service_ms)
+    # Before the last one nobody else waits.
+    later = np.sort(chosen.latency_ms) - np.sort(plain.latency_ms)
+    np.testing.assert_allclose(later, [2.0, 4.0, 6.0, 6.0], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown"])
 def test_what_a_batch_costs_more_is_paid(name: str) -> None:
     first = at_once([0], 3000)
@@ -211,13 +221,29 @@ def test_prefetch_brings_rows_of_the_next_batch() -> None:
     assert some.prefetch_bytes <= 10e9 * 1e-3 * some.service_ms.sum()
 
 
-def test_planning_ahead_costs_more_without_a_graph() -> None:
+def test_planning_ahead_hides_behind_a_graph() -> None:
     strangers = [10**6 + i for i in range(6)]
-    base = profile(prefetch_gbps=10.0, graph_tokens=256)
-    for budget, differs in ((1, False), (9000, True)):  # one by one, or two together
+    none = profile(prefetch_gbps=10.0, graph_tokens=256)
+    plan = replace(none, ahead_ms=0.7)
+    hidden = replace(plan, ahead_hidden=1.0)
+    for budget, planned, hides in ((1, 5, True), (9000, 2, False)):  # one by one, or two together
         args = at_once(strangers, 4000), node(token_budget=budget)
-        same, more = served(*args, base), served(*args, replace(base, ahead_eager_ms=0.7))
-        assert (more.service_ms.sum() > same.service_ms.sum() + 0.7) == differs
+        free, full, less = (served(*args, one).service_ms.sum() for one in (none, plan, hidden))
+        assert full == pytest.approx(free + 0.7 * planned, rel=1e-3)
+        assert (less < full - 1e-6) == hides
+
+
+def test_prefetch_comes_beside_enough_compute_alone() -> None:
+    strangers = [10**6 + i for i in range(6)]
+    hardware, layers = profile(prefetch_gbps=10.0), node().layers
+    tokens = layers * (4000 + 100)
+    brought = [
+        served(
+            at_once(strangers, 4000), node(token_budget=1, prefetch_beside=least), hardware
+        ).prefetch_bytes
+        for least in (0, tokens, tokens + 1)
+    ]
+    assert brought[0] == brought[1] > 0 == brought[2]
 
 
 def test_a_machine_that_changes_its_speed() -> None:

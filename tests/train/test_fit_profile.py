@@ -8,12 +8,12 @@ import pytest
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
 from train.fit_profile import fit
-from train.host_speed import kept
+from train.host_speed import ColdHost, kept
 
 CONFIG = LiveConfig.load("h100")
 LENGTHS = (2500, 5000, 10_000)
 OVERHEAD, REQUEST, EAGER, EAGER_LAYER, ROW, KEY = 1.4, 0.05, 0.6, 0.15, 2.2e-5, 2e-6
-AHEAD, AHEAD_EAGER = 0.2, 0.9
+AHEAD, HIDDEN = 0.9, 0.4
 FULL = {2600: 0.07, 5100: 0.16, 10_100: 0.4}
 FEW = {2600: 0.02, 5100: 0.03, 10_100: 0.05}
 
@@ -33,8 +33,8 @@ def sample(
         compute += layers * (few + share * (full - few))
     launched = n > 1 and max(new) > 256
     eager = EAGER + layers * EAGER_LAYER if launched else 0.0
-    planned = (AHEAD_EAGER if launched else AHEAD) if ahead else 0.0
-    ms = host * (OVERHEAD + REQUEST * (n - 1) + eager + planned)
+    planned = max(host * AHEAD - (0.0 if launched else HIDDEN * compute), 0.0) if ahead else 0.0
+    ms = host * (OVERHEAD + REQUEST * (n - 1) + eager) + planned
     ms += compute + missed * ROW + hit * KEY
     return {
         "kind": kind, "alpha": 0.1, "history": lengths, "cached": cached, "missed_rows": missed,
@@ -84,7 +84,7 @@ def test_constants_come_back() -> None:
     assert found.eager_ms == pytest.approx(EAGER, rel=1e-3)
     assert found.eager_layer_ms == pytest.approx(EAGER_LAYER, rel=1e-3)
     assert found.ahead_ms == pytest.approx(AHEAD, rel=1e-3)
-    assert found.ahead_eager_ms == pytest.approx(AHEAD_EAGER, rel=1e-3)
+    assert found.ahead_hidden == pytest.approx(HIDDEN, rel=1e-3)
     assert found.hbm_gbps == pytest.approx(2 * CONFIG.row_bytes / KEY * 1e-6, rel=1e-3)
     assert found.gather_gbps == pytest.approx(CONFIG.row_bytes / ROW * 1e-6, rel=1e-3)
     assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=1e-3)
@@ -177,6 +177,36 @@ def test_a_slow_host_is_no_slow_layer() -> None:
     assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
     assert found.eager_layer_ms == pytest.approx(EAGER_LAYER, rel=0.02)
     assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=0.01)
+
+
+def test_a_host_that_takes_longer_for_missed_rows_is_not_slow() -> None:
+    """Streams at two alphas: the host is as fast beside both, and takes 0.2 ms more where rows are missed."""
+    raw = []
+    for layers in (3, 6):
+        depth, stream, state = measured(layers), [], [{"python_ms": 1.0, "cold_host_ms": 0.85}]
+        for alpha, rows in ((0.1, 50_000), (0.8, 10_000)):
+            for i in range(200):
+                length = LENGTHS[i % 3]
+                one = sample("stream", layers, [length], [0] if i % 2 else [length - 10], rows)
+                stream.append(one | {"alpha": alpha, "idle_ms": 30.0 - one["ms"]})
+            state += [{"python_ms": 1.0, "cold_host_ms": 0.6 + 5e-6 * rows}] * 4
+        whole = {"samples": depth["samples"] + stream, "machine_state": state[1:]}
+        raw.append(depth | whole)
+    cold_host = ColdHost.of(raw)
+    assert (cold_host.ms, cold_host.row_ms) == pytest.approx((0.6, 5e-6))
+    assert cold_host.slowness(raw[0])[-400:] == pytest.approx(1.0)
+    found = fit(raw, CONFIG, "made-up")
+    assert found.host_ms["3"]["cold_host_row_ms"] == pytest.approx(5e-6)
+
+
+def test_times_between_batches_tell_what_choosing_costs() -> None:
+    depth = streamed(6, [1.0] * 900)
+    gaps = [0.07, 0.09, 0.22, 0.08, 0.2, 0.21, 3.0]
+    for i, one in enumerate(depth["samples"][-900:]):
+        one["idle_ms"] = gaps[i % len(gaps)] + 1e-9 * i
+    found = fit([depth], CONFIG, "made-up")
+    assert (found.loop_ms, found.choose_ms) == pytest.approx((0.08, 0.13))
+    assert found.wake_ms == pytest.approx(0.3 - 0.08)
 
 
 def test_jitter_keeps_the_order_of_a_stream() -> None:
