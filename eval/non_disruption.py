@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ ARMS = (THROTTLED, UNTHROTTLED)
 MOST_STEP = 10
 """Hundredths of the pool."""
 NO_MOVE = "no move"
+HEADINGS = (
+    "refill", "alpha by", "way", "seconds", "requests", "P99 ms", "over no move",
+    "mean of seconds", "over later ones",
+)  # fmt: skip
+"""Of the report. Later: seconds without a move that follow one without a move."""
 
 
 @dataclass
@@ -199,43 +205,68 @@ def find_rate(node: LiveNode, args: Args) -> Mapping[str, Any]:
 
 
 def report(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """P99 of each kind of second, and over that without a move: of all requests, and mean P99 of a second."""
+    """P99 of each kind of second, and over that without a move: of all requests, and the mean of seconds.
+
+    What a move does may show in the second after the next: so seconds without one are told apart by whether
+    one without a move went before, where `--still` makes such.
+    """
     groups: dict[tuple[str, int, str], list[Floats]] = {}
     none: list[Floats] = []
-    for window in (window for record in records for window in record["windows"]):
-        arm, step, latency_ms = window["arm"], window["step_centi"], np.array(window["latency_ms"])
-        if arm == NO_MOVE:
-            none.append(latency_ms)
-            continue
-        for direction in ("up" if step > 0 else "down", "either"):
-            groups.setdefault((arm, abs(step), direction), []).append(latency_ms)
+    after: list[Floats] = []
+    settled: list[Floats] = []
+    for record in records:
+        before = ""
+        for window in record["windows"]:
+            arm, step, latency_ms = (
+                window["arm"],
+                window["step_centi"],
+                np.array(window["latency_ms"]),
+            )
+            if arm == NO_MOVE:
+                none.append(latency_ms)
+                (settled if before == NO_MOVE else after).append(latency_ms)
+            else:
+                for direction in ("up" if step > 0 else "down", "either"):
+                    groups.setdefault((arm, abs(step), direction), []).append(latency_ms)
+            before = arm
     require(any(group.size for group in none), "records", "no requests", "some")
+    if settled:
+        groups[NO_MOVE, 0, "after a move"], groups[NO_MOVE, 0, "later"] = after, settled
     return {
         "no_move": {"seconds": len(none), "p99_ms": asdict(pooled_percentile(none, 0.99))},
         "utilisation": float(np.mean([record["utilisation"] for record in records])),
         "requests_per_s": float(np.mean([record["requests_per_s"] for record in records])),
-        "rows": [_row(key, groups[key], none) for key in sorted(groups)],
+        "rows": [_row(key, groups[key], none, settled) for key in sorted(groups)],
     }
 
 
-def _row(key: tuple[str, int, str], found: list[Floats], none: list[Floats]) -> dict[str, Any]:
+def _row(
+    key: tuple[str, int, str], found: list[Floats], none: list[Floats], settled: list[Floats]
+) -> dict[str, Any]:
     arm, size, direction = key
     some = any(group.size for group in found)
-    seconds, still = ([np.percentile(g, 99) for g in of if g.size] for of in (found, none))
+    pooled = partial(ratio_of_pooled_percentiles, share=0.99, paired=False)
     return {
         "refill": arm,
         "by_centi": size,
         "direction": direction,
-        "moves": len(found),
+        "seconds": len(found),
         "requests": int(sum(group.size for group in found)),
         "p99_ms": asdict(pooled_percentile(found, 0.99)) if some else None,
-        "over_no_move": (
-            asdict(ratio_of_pooled_percentiles(found, none, 0.99, paired=False)) if some else None
-        ),
-        "second_over_no_move": (
-            asdict(ratio_of_separate_means(np.array(seconds), np.array(still))) if some else None
-        ),
+        "over_no_move": asdict(pooled(found, none)) if some else None,
+        "second_over_no_move": _of_seconds(found, none),
+        "second_over_later": _of_seconds(found, settled),
     }
+
+
+def _of_seconds(found: list[Floats], others: list[Floats]) -> dict[str, float] | None:
+    """Mean P99 of a second over that of others."""
+    ours, theirs = (
+        np.array([np.percentile(g, 99) for g in of if g.size]) for of in (found, others)
+    )
+    if not (ours.size and theirs.size):
+        return None
+    return asdict(ratio_of_separate_means(ours, theirs))
 
 
 def print_report(found: Mapping[str, Any], console: Console) -> None:
@@ -247,22 +278,13 @@ def print_report(found: Mapping[str, Any], console: Console) -> None:
         f" {found['no_move']['seconds']} seconds",
         title_justify="left",
     )  # fmt: skip
-    for heading in (
-        "refill",
-        "alpha by",
-        "way",
-        "moves",
-        "requests",
-        "P99 ms",
-        "over no move",
-        "of a second",
-    ):
+    for heading in HEADINGS:
         table.add_column(heading, justify="right")
     for row in found["rows"]:
         table.add_row(
-            row["refill"], f"{row['by_centi'] / 100:.2f}", row["direction"], str(row["moves"]),
+            row["refill"], f"{row['by_centi'] / 100:.2f}", row["direction"], str(row["seconds"]),
             str(row["requests"]), _shown(row["p99_ms"]), _shown(row["over_no_move"], 2),
-            _shown(row["second_over_no_move"], 2),
+            _shown(row["second_over_no_move"], 2), _shown(row["second_over_later"], 2),
         )  # fmt: skip
     console.print(table)
 
@@ -302,7 +324,7 @@ def main(args: Args) -> int:
     if not records:
         return 0
     found = report(records)
-    print_report(found, Console(width=130))
+    print_report(found, Console(width=160))
     if args.json is not None:
         payload = {"preset": config.to_json(), "clock": clock, "alpha": args.alpha,
                    "window_s": args.window_s, "hot_share": args.hot_share, **found}  # fmt: skip

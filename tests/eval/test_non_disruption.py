@@ -31,8 +31,8 @@ def piece(after_move_ms: float) -> dict[str, Any]:
 def test_what_a_move_costs_shows_in_its_direction() -> None:
     found = report([piece(15.0), piece(15.0)])
     rows = {row["direction"]: row for row in found["rows"]}
-    assert rows["up"]["moves"] == rows["down"]["moves"] == 8
-    assert rows["either"]["moves"] == 16
+    assert rows["up"]["seconds"] == rows["down"]["seconds"] == 8
+    assert rows["either"]["seconds"] == 16
     assert rows["up"]["over_no_move"]["value"] == pytest.approx(1.5, rel=0.02)
     assert rows["up"]["second_over_no_move"]["value"] == pytest.approx(1.5, rel=0.02)
     assert rows["down"]["over_no_move"]["low"] < 1.01
@@ -58,14 +58,13 @@ def test_one_kind_of_move_alone(tmp_path: Path, small_node: Path) -> None:
                 json=file)  # fmt: skip
     assert main(args) == 0
     found = json.loads(file.read_text())
-    moves = {
-        (row["refill"], row["by_centi"], row["direction"]): row["moves"] for row in found["rows"]
+    seconds = {
+        (row["refill"], row["by_centi"], row["direction"]): row["seconds"] for row in found["rows"]
     }
-    assert moves == {
-        ("throttled", 6, "up"): 2,
-        ("throttled", 6, "down"): 2,
-        ("throttled", 6, "either"): 4,
-    }
+    assert seconds == {
+        ("throttled", 6, "up"): 2, ("throttled", 6, "down"): 2, ("throttled", 6, "either"): 4,
+        (NO_MOVE, 0, "after a move"): 2, (NO_MOVE, 0, "later"): 2,
+    }  # fmt: skip
     assert found["no_move"]["seconds"] == 4
 
 
