@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from eval.end_to_end import Args, main
+from eval.end_to_end_bench import LiveBench
 from eval.end_to_end_plan import GRID_CENTI, Run, everything, seeds_with_bursts
 from eval.end_to_end_report import report
+from eval.pieces import Slice
+from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
+from hlem_env.live.serving import LiveBackend
+from hlem_env.scenario import Scenario
 from hlem_env.workload.regimes import LoadCurve, RegimeConfig, SyntheticWorkload
 
 DESIGN = {"lru": 90, "scan_resistant": 50}
@@ -109,3 +114,39 @@ def test_a_small_node_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
         for path in (tmp_path / "records").glob("trend-*.json")
     }
     assert len(digests) == 1
+
+
+def test_a_run_that_comes_first_is_under_its_own_policy(tmp_path: Path) -> None:
+    """The machine's speed, which is measured then, is under another one."""
+    config = replace(
+        LiveConfig.load("cpu-small"), pool_bytes=7 * 2**20, layers=1, mean_history_tokens=40,
+        max_history_tokens=100, rows_per_table=10_000, emulated_link_gbps=None,
+    )  # fmt: skip
+    bench = LiveBench(config, "books", Slice(tmp_path, 10.0, "test"), "wall")
+    try:
+        backend, _, _ = bench.backend(Scenario(preset="books", kv_policy="lru"))
+        assert isinstance(backend, LiveBackend)
+        assert (tmp_path / "speed.json").is_file()
+        assert backend.node.kv_policy == "lru"
+    finally:
+        bench.close()
+
+
+def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
+    args = Args(preset="h200", profile="h200-live", pool_gib=4.0, records=tmp_path / "records",
+                epochs=6, short_epochs=4, repeats=1, json=tmp_path / "out.json")  # fmt: skip
+    assert main(args) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["pieces_missing"] == 0 and found["clock"] == "simulated"
+    assert found["preset"]["pool_bytes"] == 4 * 2**30
+    rows = {(row["regime"], row["kv_policy"], row["allocation"]): row for row in found["rows"]}
+    assert len(rows) == 6 + 6 + 4
+    # What visitors who come once do to plain LRU.
+    admitted, flushed = (rows["steady", p, "design point"] for p in ("scan_resistant", "lru"))
+    assert admitted["kv_hit"] > flushed["kv_hit"]
+    assert rows["trend", "scan_resistant", "smart"]["movement"] > 0
+
+
+def test_a_profile_that_was_not_calibrated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="calibrate has fitted"):
+        main(Args(preset="h200", profile="h100", records=tmp_path))
