@@ -72,10 +72,10 @@ class Args:
     """by default at most 1"""
     layers: int | None = None
     """instead of the preset's"""
-    pool_gib: float | None = None
-    """instead of the preset's pool"""
     whole: bool = False
     """every policy with every allocation, after what is required"""
+    policy: Path | None = None
+    """folder of the frozen policy, instead of the shipped one"""
     profile: str = ""
     """calibrated hardware profile, or the path of one: the surrogate serves instead of the live node"""
     clock: str = "auto"
@@ -92,7 +92,6 @@ class Args:
     def __post_init__(self) -> None:
         for name in ("seconds", "repeats", "epochs", "short_epochs"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        require(self.pool_gib is None or self.pool_gib > 0, "pool_gib", self.pool_gib, "above 0")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
 
@@ -103,14 +102,13 @@ def make_bench(args: Args, part: Slice) -> Bench:
     config = replace(
         preset, epoch_seconds=args.epoch_seconds or min(preset.epoch_seconds, 1.0),
         zipf=PRESETS[args.dataset].zipf, layers=args.layers or preset.layers,
-        pool_bytes=round(args.pool_gib * 2**30) if args.pool_gib else preset.pool_bytes,
     )  # fmt: skip
     if not args.profile:
-        return LiveBench(config, args.dataset, part, args.clock)
+        return LiveBench(config, args.dataset, part, args.clock, args.policy)
     profile = NodeProfile.load(args.profile)
     if not isinstance(profile, NodeProfile):
         raise ArgumentError("profile", args.profile, "one that train.calibrate has fitted")
-    return SurrogateBench(config, args.dataset, part, profile)
+    return SurrogateBench(config, args.dataset, part, profile, args.policy)
 
 
 def piece_s(args: Args, bench: Bench, epochs: int) -> float:
@@ -147,7 +145,8 @@ def find_load(
     """Factor on the preset's rates; 0 and the pieces that are missing while it is not known.
 
     All regimes are run at a first guess; it is corrected by the busiest of them, and once it is told from the
-    others that one alone is run again. Kept is the highest guess that met the limit; when none did, the last correction.
+    others that one alone is run again. Kept is the highest guess that met the limit; when none did, the last
+    correction.
     """
     guess, best, regimes = 1.0, 0.0, ["trend", "burst", "steady"]
     epochs = args.short_epochs * 3 // 2

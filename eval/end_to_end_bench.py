@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,16 @@ class Bench(ABC):
         config: of the node.
         dataset: workload preset.
         part: where the machine's speed is kept: all runs get the same requests.
+        policy: folder of the frozen policy; None: the shipped one.
     """
 
     clock: str
     """By name."""
 
-    def __init__(self, config: LiveConfig, dataset: str, part: Slice) -> None:
-        self.config, self.dataset, self.slice = config, dataset, part
+    def __init__(
+        self, config: LiveConfig, dataset: str, part: Slice, policy: Path | None = None
+    ) -> None:
+        self.config, self.dataset, self.slice, self.policy = config, dataset, part, policy
         self._speed: float | None = None
 
     @property
@@ -94,7 +98,7 @@ class Bench(ABC):
         if run.allocation.startswith("static-"):
             config = replace(config, alpha_min_centi=0, alpha_max_centi=100)
         runner = Runner(backend, config)
-        controller = make(run.allocation, self.mdp)
+        controller = make(run.allocation, self.mdp, self.policy)
         stats: list[EpochStats] = []
         alphas: list[list[int]] = []
         machine_state: list[State] = []
@@ -118,8 +122,10 @@ class Bench(ABC):
 class LiveBench(Bench):
     """The live node, made when it is first needed."""
 
-    def __init__(self, config: LiveConfig, dataset: str, part: Slice, clock: str) -> None:
-        super().__init__(config, dataset, part)
+    def __init__(
+        self, config: LiveConfig, dataset: str, part: Slice, clock: str, policy: Path | None = None
+    ) -> None:
+        super().__init__(config, dataset, part, policy)
         self.clock = clock_name(clock, config.device)
         self._node: LiveNode | None = None
 
@@ -153,8 +159,11 @@ class SurrogateBench(Bench):
 
     clock = "simulated"
 
-    def __init__(self, config: LiveConfig, dataset: str, part: Slice, profile: NodeProfile) -> None:
-        super().__init__(config, dataset, part)
+    def __init__(
+        self, config: LiveConfig, dataset: str, part: Slice, profile: NodeProfile,
+        policy: Path | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, dataset, part, policy)
         self._profile = profile
 
     def probe_ms(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -97,18 +98,19 @@ def seeds_with_bursts(config: RegimeConfig, count: int) -> list[int]:
     return found
 
 
-def make(allocation: str, config: MdpConfig) -> Controller:
+def make(allocation: str, config: MdpConfig, policy_folder: Path | None = None) -> Controller:
     """The controller of an allocation.
 
     Args:
         allocation: its name.
         config: of the node: SLO, epoch, longest history.
+        policy_folder: of the frozen policy, by default the shipped one.
     """
     if allocation == WORKING_SET:
         return WorkingSetRule()
     if allocation.startswith("static-"):
         return Static(int(allocation.removeprefix("static-")))
-    policy = FrozenPolicy.load(PRETRAINED / SHIPPED)
+    policy = FrozenPolicy.load(policy_folder or PRETRAINED / SHIPPED)
     if allocation == PPO:
         return PpoOnly(policy)
     return SmartAllocator(

@@ -22,14 +22,14 @@ from hlem_env.backend import Backend, Runner
 from hlem_env.env_group import EnvGroup, ForkedGroup, Info, Observation, Step
 from hlem_env.errors import ArgumentError, require, require_choice, require_number
 from hlem_env.live.config import LiveConfig
-from hlem_env.live_scenario import live_backend, live_scenario
+from hlem_env.live_scenario import live_backend, live_scenario, twin_backend
 from hlem_env.mdp import MdpConfig
 from hlem_env.rendering import History, draw_frame, draw_text
 from hlem_env.scenario import Scenario, TrainingDomain
 from hlem_env.surrogate.load import Optimum
 from hlem_env.telemetry import EpochStats
 
-BACKENDS = ("surrogate", "live")
+BACKENDS = ("surrogate", "twin", "live")
 DEFAULT_SLO_MS = 30.0
 DEFAULT_LIVE_PRESET = "cpu-small"
 RENDER_MODES = ("human", "rgb_array", "ansi")
@@ -92,8 +92,8 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
     | Argument | Default | Meaning |
     |---|---|---|
     | `workload` | `"steady"` | `"steady"`, `"trend"`, `"burst"`; `"PRESET/REGIME"` with a preset of `default`, `taobao`, `video-games`, `books`; `"trace:PATH"`; `"training"` (a random scenario at every reset); a `hlem_env.scenario.TrainingDomain` (the same, drawn from it); or a mapping of the fields of `hlem_env.scenario.Scenario` |
-    | `backend` | `"surrogate"` | `"surrogate"`; `"live"`, a node that executes HSTU for real; or a callable `(scenario) -> Backend` |
-    | `hardware` | None | profile name or path, instead of the scenario's; with `backend="live"` a live preset, `"cpu-small"` by default |
+    | `backend` | `"surrogate"` | `"surrogate"`; `"live"`, a node that executes HSTU for real; `"twin"`, the surrogate of that node on the machine that `train.calibrate` found; or a callable `(scenario) -> Backend` |
+    | `hardware` | None | profile name or path, instead of the scenario's; with `backend="live"` or `"twin"` a live preset, `"cpu-small"` by default |
     | `kv_policy` | None | `"scan_resistant"`, `"lru"`, `"laru"`, `"hf"` or `"fpb"`, instead of the scenario's |
     | `features` | `"paper"` | `"paper"` or `"working_set"` |
     | `reward` | `"eq5"` | `"eq5"`, `"busy_time"` or `"queueing"` |
@@ -158,9 +158,10 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         domain = TrainingDomain() if workload == TRAINING else workload
         self.domain = domain if isinstance(domain, TrainingDomain) else None
         start = "steady" if isinstance(domain, TrainingDomain) else domain
-        if backend == "live":
-            require(self.domain is None, "workload", workload, "one workload, with backend='live'")
-            self.scenario, self._make_backend, live_slo_ms = _live(start, overrides)
+        if backend in NODES:
+            random = self.domain is not None and backend == "live"
+            require(not random, "workload", workload, "one workload, with backend='live'")
+            self.scenario, self._make_backend, live_slo_ms = _live(start, overrides, NODES[backend])
             slo_ms = live_slo_ms if slo_ms is None else slo_ms
         else:
             self.scenario = Scenario.parse(start, **overrides)
@@ -191,8 +192,8 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         )
         self._runner: Runner | None = None
         self._optimum: tuple[NDArray[np.float64], Optimum] | None = None
-        self._is_live = backend == "live"
-        if self.domain is None and not self._is_live:
+        self._has_closed_form = backend not in NODES
+        if self.domain is None and backend != "live":
             self._build()
         self._epoch = 0
         self._history = History()
@@ -249,7 +250,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         if self._runner is not None:
             self._runner.backend.close()
         self._runner = Runner(self._make_backend(self.scenario), self.config)
-        self._optimum = None if self._is_live else self.scenario.optimum()
+        self._optimum = self.scenario.optimum() if self._has_closed_form else None
         self._star = (-1.0, -1.0)  # of which hot share, and the optimum there
 
     @property
@@ -455,8 +456,14 @@ def _centi(name: str, share: float) -> int:
     return centi
 
 
+NODES: dict[Any, Callable[..., Backend]] = {"live": live_backend, "twin": twin_backend}
+"""Backends of a live preset, (scenario, config) -> backend."""
+
+
 def _live(
-    workload: str | dict[str, Any] | Scenario, overrides: dict[str, Any]
+    workload: str | dict[str, Any] | Scenario,
+    overrides: dict[str, Any],
+    make: Callable[..., Backend],
 ) -> tuple[Scenario, Callable[[Scenario], Backend], float]:
     """Scenario, maker of its backend, and SLO in milliseconds of a live preset."""
     preset = overrides.pop("hardware", DEFAULT_LIVE_PRESET)
@@ -464,8 +471,11 @@ def _live(
     seconds = overrides.pop("epoch_seconds", None)
     if seconds is not None:
         config = replace(config, epoch_seconds=seconds)
-    scenario = live_scenario(Scenario.parse(workload, **overrides), config)
-    return scenario, partial(live_backend, config=config), config.slo_ms
+    parsed = Scenario.parse(workload, **overrides)
+    scenario = live_scenario(parsed, config)
+    if make is twin_backend and parsed.zipf is not None:  # a live node has one catalogue
+        scenario = replace(scenario, zipf=parsed.zipf)
+    return scenario, partial(make, config=config), config.slo_ms
 
 
 def _backend_factory(backend: str | Callable[[Scenario], Backend]) -> Callable[[Scenario], Backend]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hlem_env import mdp
-from hlem_env.errors import require
+from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.scenario import Scenario
 from hlem_env.surrogate.batched import BatchedBackend, BatchedNode
@@ -180,3 +180,21 @@ def surrogate_twin(
     pages = node.kv_pages(round(config.mean_history_tokens))
     workload = live_workload(scenario, config, node.pool_pages // pages, speed)
     return BatchedBackend(workload, node, profile)
+
+
+def twin_backend(scenario: Scenario, config: LiveConfig) -> BatchedBackend:
+    """The twin of the preset's node on the machine that `train.calibrate` found, the profile NAME-live.
+
+    Of the scenario's own node only what random scenarios vary counts: item skew, and the machine's scales.
+
+    Raises:
+        ArgumentError: the preset was not calibrated.
+    """
+    found = NodeProfile.load(f"{config.name}-live")
+    if not isinstance(found, NodeProfile):
+        raise ArgumentError("live preset", config.name, "one that train.calibrate was run for")
+    probe_ms = found.probe_ms.get(str(config.layers), config.probe_ms)
+    profile = found.slower(1.0 / scenario.compute_scale)
+    profile = replace(profile, gather_gbps=profile.gather_gbps * scenario.gather_scale)
+    skewed = replace(config, zipf=config.zipf if scenario.zipf is None else scenario.zipf)
+    return surrogate_twin(scenario, skewed, profile, config.probe_ms / probe_ms)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -72,6 +72,11 @@ class Args:
     hardware: str | None = None
     """profile, or the path of one: h200-live, say, which train.calibrate fitted to a live node; by default
     the workload's, h100"""
+    live_preset: str | None = None
+    """train on the surrogate of this live preset's node, as `train.calibrate` found it: a policy for that
+    node alone"""
+    epoch_seconds: float | None = None
+    """between decisions; by default 5"""
 
     total_timesteps: int = 204_800
     """environment steps (epochs of the node)"""
@@ -114,6 +119,11 @@ class Args:
     """evaluation scenarios, seeded 10,000 and up: never trained on"""
 
 
+OF_A_NODE: dict[str, Any] = {"zipf": (0.55, 1.0), "utilisation": (0.45, 0.62)}
+"""Of random scenarios for one live node, whose load does not follow them: less skewed items, or more load,
+and it has more than it bears."""
+
+
 def workload_of(args: Args) -> Scenario | TrainingDomain:
     """What to train on: what the arguments name, or what is fitted to a log.
 
@@ -122,6 +132,8 @@ def workload_of(args: Args) -> Scenario | TrainingDomain:
             without a named workload.
     """
     domain = TrainingDomain(crowded_share=args.crowded_share)
+    if args.live_preset is not None:
+        domain = replace(domain, **OF_A_NODE)
     named = args.from_log is None and args.workload != "training"
     require(named or args.population_factor == 1, "--population-factor", args.population_factor,
             "1, but with --workload NAME")  # fmt: skip
@@ -149,6 +161,20 @@ def print_fit(folder: Path) -> None:
     Console(width=110).print(shown)
     for note in fit.notes:
         print(note)
+
+
+def node_arguments(args: Args) -> dict[str, Any]:
+    """Arguments of HBMPartitionEnv that say which node it is.
+
+    Raises:
+        ArgumentError: a hardware profile beside a live preset.
+    """
+    seconds = {} if args.epoch_seconds is None else {"epoch_seconds": args.epoch_seconds}
+    if args.live_preset is None:
+        return seconds | {"hardware": args.hardware}
+    require(args.hardware is None, "--hardware", args.hardware, "none beside --live-preset")
+    require(args.from_log is None, "--from-log", args.from_log, "none beside --live-preset")
+    return seconds | {"backend": "twin", "hardware": args.live_preset}
 
 
 def evaluation_scenarios(args: Args) -> list[Scenario]:
@@ -183,10 +209,18 @@ class Acts(Protocol):
 
 
 def rollout_p99(args: Args, scenarios: list[Scenario], agent: Acts | None) -> NDArray[Any]:
-    """Mean P99 [scenarios] of one episode each; without an agent alpha follows the closed form."""
+    """Mean P99 [scenarios] of one episode each; without an agent alpha follows the closed form.
+
+    Where there is none, on the surrogate of a live node, it follows the working-set rule.
+    """
     count = len(scenarios)
+    node = node_arguments(args) if args.live_preset is not None else {}
     envs = HBMPartitionVectorEnv(
-        count, workloads=scenarios, features=args.features, processes=min(args.processes, count)
+        count,
+        workloads=scenarios,
+        features=args.features,
+        processes=min(args.processes, count),
+        **node,
     )
     observations, infos = envs.reset(seed=10_000)
     total, steps, truncated = np.zeros(count), 0, np.zeros(count, np.bool_)
@@ -195,7 +229,8 @@ def rollout_p99(args: Args, scenarios: list[Scenario], agent: Acts | None) -> ND
             with torch.inference_mode():
                 actions = agent.act(torch.from_numpy(observations)).numpy()
         else:
-            wanted = np.rint(100 * (infos["alpha_star"] - infos["alpha"]))
+            star, rule = infos["alpha_star"], 1.0 - infos["working_set"]
+            wanted = np.rint(100 * (np.where(star < 0, rule, star) - infos["alpha"]))
             actions = np.abs(wanted[:, None] - ACTIONS_CENTI).argmin(axis=1)
         observations, _, _, truncated, infos = envs.step(actions)
         total, steps = total + infos["p99_ms"], steps + 1
@@ -232,7 +267,8 @@ def load_checkpoint(args: Args, agent: ActorCritic, optimizer: Any) -> dict[str,
     try:
         progress: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
         for name in ("features", "reward", "workload", "population_factor", "crowded_share", "from_log",
-                     "hardware", "total_timesteps", "num_envs", "num_steps"):  # fmt: skip
+                     "hardware", "live_preset", "epoch_seconds", "total_timesteps", "num_envs",
+                     "num_steps"):  # fmt: skip
             # A checkpoint from before an argument was there was trained with its default.
             then, now = progress["args"].get(name, plain(Args())[name]), plain(args)[name]
             require(
@@ -277,7 +313,7 @@ def train(args: Args) -> Path:
     envs = RecordEpisodeStatistics(
         gym.make_vec(
             hlem_env.ENV_ID, args.num_envs, workload=workload, features=args.features,
-            reward=args.reward, kv_policy=args.kv_policy, hardware=args.hardware,
+            reward=args.reward, kv_policy=args.kv_policy, **node_arguments(args),
             autoreset_mode="SameStep", processes=min(args.processes, args.num_envs),
         )
     )  # fmt: skip
@@ -470,7 +506,7 @@ def export(args: Args, agent: ActorCritic, config: MdpConfig, progress: dict[str
                 "workload": plain_workload,
                 "features": args.features,
                 "reward": args.reward,
-                "hardware": args.hardware,
+                **node_arguments(args),
             },
             "domain": workload.to_json() if isinstance(workload, TrainingDomain) else None,
             "training": progress,

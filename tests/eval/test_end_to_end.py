@@ -133,12 +133,12 @@ def test_a_run_that_comes_first_is_under_its_own_policy(tmp_path: Path) -> None:
 
 
 def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
-    args = Args(preset="h200", profile="h200-live", pool_gib=4.0, records=tmp_path / "records",
+    args = Args(preset="h200-8gib", profile="h200-live", records=tmp_path / "records",
                 epochs=6, short_epochs=4, repeats=1, json=tmp_path / "out.json")  # fmt: skip
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["pieces_missing"] == 0 and found["clock"] == "simulated"
-    assert found["preset"]["pool_bytes"] == 4 * 2**30
+    assert found["preset"]["pool_bytes"] == 8 * 2**30
     rows = {(row["regime"], row["kv_policy"], row["allocation"]): row for row in found["rows"]}
     assert len(rows) == 6 + 6 + 4
     # What visitors who come once do to plain LRU.

@@ -80,6 +80,18 @@ def test_a_policy_is_trained_and_evaluated_on_the_hardware_named(tmp_path: Path)
         train(arguments(tmp_path / "other", hardware="h300"))
 
 
+def test_a_policy_is_trained_for_one_live_node(tmp_path: Path) -> None:
+    args = arguments(tmp_path, live_preset="cpu-small", epoch_seconds=1.0, eval_seeds=2)
+    assert all(0.55 <= scenario.zipf <= 1.0 for scenario in evaluation_scenarios(args))
+    train(args)
+    kwargs = json.loads((tmp_path / "policy.json").read_text())["env_spec"]["kwargs"]
+    assert (kwargs["backend"], kwargs["hardware"]) == ("twin", "cpu-small")
+    with pytest.raises(ArgumentError, match="--hardware"):
+        train(arguments(tmp_path / "other", live_preset="cpu-small", hardware="h100"))
+    with pytest.raises(ArgumentError, match="live preset"):
+        train(arguments(tmp_path / "other", live_preset="h300"))
+
+
 def test_a_named_workload_may_have_another_population(tmp_path: Path) -> None:
     args = arguments(tmp_path, workload="trend", population_factor=1.5, eval_seeds=2)
     assert {(s.regime, s.population_factor) for s in evaluation_scenarios(args)} == {("trend", 1.5)}
