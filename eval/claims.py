@@ -45,7 +45,9 @@ class Claim:
 
 
 def hardware(values: Values) -> str:
-    """What the record was measured on."""
+    """What the record was measured on, or that nothing was."""
+    if values.get("clock") == "simulated":
+        return "simulated"
     for key in ("gpu", "device"):
         if isinstance(values.get(key), str) and values[key] != "CPU memory":
             return str(values[key])
@@ -160,6 +162,7 @@ def _non_disruption(values: Values) -> str:
 
 
 COMPARED, SMART = "compare-controllers-default.json", "smart"
+TWIN = "end-to-end-h200-8gib-simulated.json"
 CLAIMS = (
     Claim("Simulated, Trend: P99 of PPO with the working set over the best static split's",
           COMPARED, _over_best_static("trend", "ppo-only (working set)")),
@@ -198,6 +201,12 @@ CLAIMS = (
     Claim("As calibrated, on a CPU", "sim-to-real-cpu-small.json", _agreement),
     Claim("The same, mean service times matched run by run",
           "sim-to-real-cpu-small-matched.json", _agreement),
+    Claim("On the twin of a live node, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
+          TWIN, _end_to_end("trend", SMART, "over_lru_design")),
+    Claim("The same in Burst", TWIN, _end_to_end("burst", SMART, "over_lru_design")),
+    Claim("Trend, over scan-resistant KV with the best static split",
+          TWIN, _end_to_end("trend", SMART, "over_best_static")),
+    Claim("The same in Burst", TWIN, _end_to_end("burst", SMART, "over_best_static")),
     Claim("Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
           "end-to-end-h200.json", _end_to_end("trend", SMART, "over_lru_design")),
     Claim("Live, Books, Trend: admission alone, scan-resistant KV with its design point over the same",

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.claims import BEGIN, CLAIMS, END, MISSING, Args, main, table, with_table
+from eval.claims import BEGIN, CLAIMS, END, MISSING, Args, hardware, main, table, with_table
 from hlem_env.errors import ArgumentError, ArtefactError
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +44,9 @@ def test_without_markers_nothing_is_written(text: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="claims: begin"):
         main(Args(readme, tmp_path))
     assert readme.read_text() == text
+
+
+def test_a_simulation_was_measured_on_nothing() -> None:
+    preset = {"device": "cuda", "measured_on": "NVIDIA H200"}
+    assert hardware({"preset": preset, "clock": "wall"}) == "NVIDIA H200"
+    assert hardware({"preset": preset, "clock": "simulated"}) == "simulated"
