@@ -201,7 +201,7 @@ CLAIMS = (
     Claim("As calibrated, on a CPU", "sim-to-real-cpu-small.json", _agreement),
     Claim("The same, mean service times matched run by run",
           "sim-to-real-cpu-small-matched.json", _agreement),
-    Claim("On the twin of a live node, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
+    Claim("On a live node's twin, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
           TWIN, _end_to_end("trend", SMART, "over_lru_design")),
     Claim("The same in Burst", TWIN, _end_to_end("burst", SMART, "over_lru_design")),
     Claim("Trend, over scan-resistant KV with the best static split",
