@@ -199,6 +199,7 @@ CLAIMS = (
     Claim("The third", "sim-to-real-h200-machine-3.json", _agreement),
     Claim("As calibrated, on a node with slow spells", "sim-to-real-h100.json", _agreement),
     Claim("As calibrated, on a CPU", "sim-to-real-cpu-small.json", _agreement),
+    Claim("The same, by the host's speed", "sim-to-real-cpu-small-host-speed.json", _agreement),
     Claim("The same, mean service times matched run by run",
           "sim-to-real-cpu-small-matched.json", _agreement),
     Claim("On a live node's twin, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
