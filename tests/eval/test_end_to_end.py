@@ -141,6 +141,18 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
     assert found["preset"]["pool_bytes"] == 8 * 2**30
     rows = {(row["regime"], row["kv_policy"], row["allocation"]): row for row in found["rows"]}
     assert len(rows) == 6 + 6 + 4
+    # At last the load was sought in one regime alone, the busiest, and kept to its limit there.
+    tries = sorted(path.stem for path in (tmp_path / "records").glob("load-*.json"))
+    last = [name for name in tries if name[:6] == tries[-1][:6]]
+    assert len(last) == 1 < len([name for name in tries if name[:6] == tries[0][:6]]) == 3
+    found_at = [
+        record["utilisation"]
+        for record in (
+            json.loads((tmp_path / "records" / f"{name}.json").read_text()) for name in tries
+        )
+        if record["load"] == found["load"]
+    ]
+    assert 0 < max(found_at) <= 0.85
     # What visitors who come once do to plain LRU.
     admitted, flushed = (rows["steady", p, "design point"] for p in ("scan_resistant", "lru"))
     assert admitted["kv_hit"] > flushed["kv_hit"]
