@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from eval.host_slowness import host_slowness
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -23,14 +24,7 @@ from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_tables import HostTables
-from hlem_env.live.machine_state import (
-    COLD_HOST,
-    COLD_HOST_ROW,
-    HOST_INSTRUMENTS,
-    MachineState,
-    mean_host_ms,
-    undisturbed,
-)
+from hlem_env.live.machine_state import MachineState, undisturbed
 from hlem_env.live.node import LiveNode
 from hlem_env.live.serving import LiveBackend
 from hlem_env.live.time_source import CLOCKS, clock_name, make_clock
@@ -45,9 +39,6 @@ Floats = NDArray[np.float64]
 MATCHING_ROUNDS = 2
 LEAST_UNDISTURBED = 0.5
 """A run with less than this share of undisturbed epochs is disturbed, and counts in no figure."""
-MOST_SLOWNESS = 5.0
-"""Of a host. A batch that takes longer waited for something else, such as a kernel that was compiled: 1.8 s
-in the first second of one run on an H200."""
 NO_RULES = {"only_graphs": False, "prefetch_beside": 0}
 """For batches, of a preset; records that are older than these had none."""
 START_S = 75.0
@@ -402,45 +393,6 @@ def forget_disturbed(setting: Setting, part: Slice) -> None:
             name = Run(**record["run"]).name
             part.forget(name)
             print(f"{name} was disturbed: it is measured again")
-
-
-def host_slowness(
-    record: Mapping[str, Any], kept: NDArray[np.bool_], profile: NodeProfile, epochs: int
-) -> Floats:
-    """What the host took in each epoch of a run over what it took in the calibration.
-
-    Args:
-        record: of the run.
-        kept: bool [measured epochs], which count.
-        profile: of the calibration.
-        epochs: those before the measured ones, too.
-
-    Returns:
-        [epochs]. Where all that is known of an epoch is a moment of it, the mean over those that count,
-        for each.
-    """
-    states = record.get("machine_state", ())
-    then = profile.host_ms.get(str(record["run"]["layers"]), {})
-    mean = mean_host_ms(states[-len(kept) :], kept) if states else {}
-    both = [name for name in HOST_INSTRUMENTS if name in mean and name in then]
-    known = "runs, and a profile, that recorded how fast the host was"
-    require(bool(both), "--machine-speed", record["run"], known)
-    name = both[0]
-    if name != COLD_HOST:
-        return np.full(epochs, mean[name] / then[name])
-    found = np.array([state.get(name, 0.0) for state in states])
-    found = np.concatenate([np.zeros(epochs - found.size), found])  # the first may not be known
-    row_ms = then.get(COLD_HOST_ROW, 0.0)
-    as_fast_ms = then[name] + (row_ms * missed_rows(record) if row_ms else 0.0)
-    slowness = np.where(found > 0, found, mean[name]) / as_fast_ms
-    return np.minimum(slowness, MOST_SLOWNESS)
-
-
-def missed_rows(record: Mapping[str, Any]) -> float:
-    """Of a request with nothing cached, on average over a run."""
-    preset = record["preset"]
-    tokens = preset["mean_history_tokens"] + preset["candidates"]
-    return float((1.0 - record["live"]["emb_hit"]) * tokens * preset["tables"])
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.sim_to_real import Args, host_slowness, main
+from eval.host_slowness import host_slowness
+from eval.sim_to_real import Args, main
 from eval.sim_to_real_report import compare, rank_correlation
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
