@@ -9,6 +9,7 @@ With `--profile` the surrogate serves the same plan, in minutes: what is to be e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from hlem_env.live.time_source import CLOCKS
 from hlem_env.machine import command, write_result
 from hlem_env.surrogate.hardware import NodeProfile
 from hlem_env.workload.regimes import PRESETS, RegimeConfig
+from serving_bridge.policy import FrozenPolicy
 
 MOST_UTILISATION = 0.85
 """Of LRU with its design point, in every regime."""
@@ -103,6 +105,8 @@ def make_bench(args: Args, part: Slice) -> Bench:
         preset, epoch_seconds=args.epoch_seconds or min(preset.epoch_seconds, 1.0),
         zipf=PRESETS[args.dataset].zipf, layers=args.layers or preset.layers,
     )  # fmt: skip
+    if args.policy is not None:
+        FrozenPolicy.load(args.policy)  # a missing one is refused before the first run
     if not args.profile:
         return LiveBench(config, args.dataset, part, args.clock, args.policy)
     profile = NodeProfile.load(args.profile)
@@ -184,6 +188,27 @@ def seeds(args: Args, bench: Bench) -> list[int]:
     return seeds_with_bursts(config, args.repeats)
 
 
+def refuse_others(bench: Bench, part: Slice) -> None:
+    """Refuse a folder with records of another node, policy or dataset: they would be compared with these.
+
+    Raises:
+        ArgumentError: naming what differs.
+    """
+    ours = json.loads(json.dumps(bench.about()))
+    for path in sorted(part.folder.glob("*-seed*.json")):
+        record = part.read(path.stem)
+        differ = {name: record.get(name) for name in ours if record.get(name) != ours[name]}
+        node = differ.pop("preset", {})
+        differ |= {
+            f: node.get(f) for f in ours["preset"] if node and node.get(f) != ours["preset"][f]
+        }
+        for name, theirs in differ.items():
+            value = ours.get(name, ours["preset"].get(name))
+            require(
+                theirs == value, "--records", f"{path}, with {name}={theirs}", f"{name}={value}"
+            )
+
+
 def measure(args: Args, bench: Bench, run_missing: bool) -> tuple[list[Run], list[Piece]]:
     """All runs, as far as they are known, and the pieces that are missing."""
     design, missing = design_points(args, bench, run_missing)
@@ -209,6 +234,7 @@ def main(args: Args) -> int:
     """Measure what is missing, as far as time allows; show what there is."""
     part = Slice(args.records, args.seconds, command("eval.end_to_end"), args.commit, args.share)
     bench = make_bench(args, part)
+    refuse_others(bench, part)
     try:
         runs, missing = measure(args, bench, run_missing=not args.report)
     finally:

@@ -66,6 +66,15 @@ class Bench(ABC):
     def backend(self, scenario: Scenario) -> tuple[Backend, SyntheticWorkload, Callable[[], State]]:
         """What serves a scenario, its requests, and what samples the machine's state after an epoch."""
 
+    def about(self) -> dict[str, Any]:
+        """What all runs of a folder have in common, plain values."""
+        return {
+            "clock": self.clock,
+            "preset": self.config.to_json(),
+            "dataset": self.dataset,
+            "policy": "shipped" if self.policy is None else str(self.policy),
+        }
+
     @abstractmethod
     def close(self) -> None:
         """Give back what it holds."""
@@ -110,9 +119,7 @@ class Bench(ABC):
             "run": asdict(run),
             "load": load,
             "speed": self.speed(),
-            "clock": self.clock,
-            "preset": self.config.to_json(),
-            "dataset": self.dataset,
+            **self.about(),
             "workload_digest": workload.digest(),
             **figures(stats, alphas, self.config.slo_ms),
             "machine_state": machine_state,

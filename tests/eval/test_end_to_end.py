@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agents.forecast import PRETRAINED
 from eval.end_to_end import Args, main
 from eval.end_to_end_bench import LiveBench
 from eval.end_to_end_plan import GRID_CENTI, Run, everything, seeds_with_bursts
 from eval.end_to_end_report import report
 from eval.pieces import Slice
-from hlem_env.errors import ArgumentError
+from hlem_env.errors import ArgumentError, ArtefactError
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.serving import LiveBackend
 from hlem_env.scenario import Scenario
@@ -153,6 +154,16 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
         if record["load"] == found["load"]
     ]
     assert 0 < max(found_at) <= 0.85
+    others: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("pool_bytes", {"preset": "h200"}), ("dataset", {"dataset": "taobao"}),
+        ("clock", {"preset": "cpu-small", "profile": ""}),
+        ("policy", {"policy": PRETRAINED / "working_set-eq5"}),
+    )  # fmt: skip
+    for named, other in others:
+        with pytest.raises(ArgumentError, match=f"with {named}="):
+            main(replace(args, **other))
+    with pytest.raises(ArtefactError, match="no such folder"):
+        main(replace(args, policy=tmp_path / "none"))
     # What visitors who come once do to plain LRU.
     admitted, flushed = (rows["steady", p, "design point"] for p in ("scan_resistant", "lru"))
     assert admitted["kv_hit"] > flushed["kv_hit"]
