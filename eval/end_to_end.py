@@ -195,8 +195,10 @@ def refuse_others(bench: Bench, part: Slice) -> None:
         ArgumentError: naming what differs.
     """
     ours = json.loads(json.dumps(bench.about()))
-    for path in sorted(part.folder.glob("*-seed*.json")):
+    for path in sorted(part.folder.glob("*.json")):
         record = part.read(path.stem)
+        if "run" not in record:  # the machine's speed
+            continue
         differ = {name: record.get(name) for name in ours if record.get(name) != ours[name]}
         node = differ.pop("preset", {})
         differ |= {

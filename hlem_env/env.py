@@ -158,10 +158,11 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         domain = TrainingDomain() if workload == TRAINING else workload
         self.domain = domain if isinstance(domain, TrainingDomain) else None
         start = "steady" if isinstance(domain, TrainingDomain) else domain
-        if backend in NODES:
+        make_node = NODES.get(backend) if isinstance(backend, str) else None
+        if make_node is not None:
             random = self.domain is not None and backend == "live"
             require(not random, "workload", workload, "one workload, with backend='live'")
-            self.scenario, self._make_backend, live_slo_ms = _live(start, overrides, NODES[backend])
+            self.scenario, self._make_backend, live_slo_ms = _live(start, overrides, make_node)
             slo_ms = live_slo_ms if slo_ms is None else slo_ms
         else:
             self.scenario = Scenario.parse(start, **overrides)
@@ -192,7 +193,7 @@ class HBMPartitionEnv(gym.Env[Observation, np.int64]):
         )
         self._runner: Runner | None = None
         self._optimum: tuple[NDArray[np.float64], Optimum] | None = None
-        self._has_closed_form = backend not in NODES
+        self._has_closed_form = make_node is None
         if self.domain is None and backend != "live":
             self._build()
         self._epoch = 0
@@ -456,7 +457,7 @@ def _centi(name: str, share: float) -> int:
     return centi
 
 
-NODES: dict[Any, Callable[..., Backend]] = {"live": live_backend, "twin": twin_backend}
+NODES: dict[str, Callable[..., Backend]] = {"live": live_backend, "twin": twin_backend}
 """Backends of a live preset, (scenario, config) -> backend."""
 
 

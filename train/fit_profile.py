@@ -88,10 +88,9 @@ class Terms:
     cuda: bool
 
 
-def cells_of(raw: Sequence[Mapping[str, Any]]) -> list[Cell]:
+def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell]:
     """Cells of the measurements of all depths, but for batches while the host was slow."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    cold_host = ColdHost.of(raw)
     for depth in raw:
         layers = depth["preset"]["layers"]
         slowness = cold_host.slowness(depth) if cold_host.ms else None
@@ -237,7 +236,8 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         name: of the profile.
     """
     require(len(raw) >= 1, "records", "none", "measurements of one depth at least")
-    cells = cells_of(raw)
+    cold_host = ColdHost.of(raw)
+    cells = cells_of(raw, cold_host)
     terms = _terms(raw, config, cells)
     second = [cell for cell in cells if comes_second(cell, terms)]
     plain = [cell for cell in cells if not comes_second(cell, terms)]
@@ -319,7 +319,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         probe_ms={str(d["preset"]["layers"]): _round(d["probe_ms"]) for d in raw},
         host_ms={
             str(depth["preset"]["layers"]): {
-                name: _round(ms) for name, ms in host_speed.mean_ms(depth, ColdHost.of(raw)).items()
+                name: _round(ms) for name, ms in host_speed.mean_ms(depth, cold_host).items()
             }
             for depth in raw
         },

@@ -214,13 +214,12 @@ def rollout_p99(args: Args, scenarios: list[Scenario], agent: Acts | None) -> ND
     Where there is none, on the surrogate of a live node, it follows the working-set rule.
     """
     count = len(scenarios)
-    node = node_arguments(args) if args.live_preset is not None else {}
     envs = HBMPartitionVectorEnv(
         count,
         workloads=scenarios,
         features=args.features,
         processes=min(args.processes, count),
-        **node,
+        **node_arguments(args),
     )
     observations, infos = envs.reset(seed=10_000)
     total, steps, truncated = np.zeros(count), 0, np.zeros(count, np.bool_)

@@ -162,6 +162,10 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
     for named, other in others:
         with pytest.raises(ArgumentError, match=f"with {named}="):
             main(replace(args, **other))
+    for path in (tmp_path / "records").glob("*-seed*.json"):
+        path.unlink()  # what came first is enough
+    with pytest.raises(ArgumentError, match="with pool_bytes="):
+        main(replace(args, preset="h200"))
     with pytest.raises(ArtefactError, match="no such folder"):
         main(replace(args, policy=tmp_path / "none"))
     # What visitors who come once do to plain LRU.

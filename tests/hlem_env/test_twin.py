@@ -11,6 +11,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import hlem_env
+from hlem_env.env import HBMPartitionEnv
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
 from hlem_env.scenario import Scenario, TrainingDomain
@@ -56,6 +57,17 @@ def test_random_scenarios_vary_skew_and_speed() -> None:
     env = twin(workload=domain)
     env.reset(seed=5)
     assert env.scenario.zipf in (0.6, 0.61)
+
+
+def test_a_backend_of_ones_own_may_be_any_callable() -> None:
+    class Factory:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, scenario: Scenario) -> Any:
+            return scenario.build()
+
+    info = HBMPartitionEnv(backend=Factory(), episode_epochs=3).reset(seed=1)[1]
+    assert 0.1 <= info["alpha_star"] <= 0.9
 
 
 def test_there_is_no_closed_form() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hlem_env.errors import ArgumentError, ArtefactError
 from hlem_env.scenario import Scenario, TrainingDomain
 from serving_bridge.policy import FrozenPolicy
-from train.ppo import Args, evaluation_scenarios, train
+from train.ppo import Args, evaluation_scenarios, rollout_p99, train
 
 SMALL = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "update_epochs": 1}
 
@@ -78,6 +79,15 @@ def test_a_policy_is_trained_and_evaluated_on_the_hardware_named(tmp_path: Path)
     assert spec["kwargs"]["hardware"] == "h200-live"
     with pytest.raises(ArgumentError, match="hardware"):
         train(arguments(tmp_path / "other", hardware="h300"))
+
+
+def test_it_is_evaluated_at_the_epochs_that_it_is_trained_at(tmp_path: Path) -> None:
+    args = arguments(tmp_path, epoch_seconds=1.0)
+    scenario = replace(evaluation_scenarios(args)[0], episode_epochs=4)
+    short, usual = (
+        rollout_p99(a, [scenario], None) for a in (args, replace(args, epoch_seconds=None))
+    )
+    assert short != pytest.approx(usual)
 
 
 def test_a_policy_is_trained_for_one_live_node(tmp_path: Path) -> None:
