@@ -22,6 +22,7 @@ from eval.end_to_end_bench import Bench, LiveBench, SurrogateBench
 from eval.end_to_end_plan import (
     GRID_CENTI,
     LRU,
+    REGIMES,
     SCAN_RESISTANT,
     Run,
     everything,
@@ -70,6 +71,8 @@ class Args:
     """of a run"""
     short_epochs: int = 20
     """of a run that finds the design point; half as many again for the load"""
+    first_load: float = 1.0
+    """times the preset's rates: the design points are of it, and the search for the load begins there"""
     epoch_seconds: float | None = None
     """by default at most 1"""
     layers: int | None = None
@@ -92,7 +95,7 @@ class Args:
     """file for the report"""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "repeats", "epochs", "short_epochs"):
+        for name in ("seconds", "repeats", "epochs", "short_epochs", "first_load"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
@@ -133,13 +136,16 @@ def design_points(
         pieces = [Piece(name, piece_s(args, bench, args.short_epochs)) for name in runs]
 
         def execute(piece: Piece, runs: dict[str, Run] = runs) -> Mapping[str, Any]:
-            return bench.run(runs[piece.name], args.short_epochs, 1.0)
+            return bench.run(runs[piece.name], args.short_epochs, args.first_load)
 
         left = [piece for piece in pieces if not bench.slice.has(piece.name)]
         missing += bench.slice.run(pieces, execute) if run_missing and not missing else left
         if not left or not missing:
-            p99 = [bench.slice.read(name)["p99_ms"] for name in runs]
-            found[policy] = GRID_CENTI[int(np.argmin(p99))]
+            records = [bench.slice.read(name) for name in runs]
+            for record in records:
+                load, first = record["load"], args.first_load
+                require(load == first, "--first-load", first, f"{load}, as in --records")
+            found[policy] = GRID_CENTI[int(np.argmin([record["p99_ms"] for record in records]))]
     return found, missing
 
 
@@ -148,11 +154,11 @@ def find_load(
 ) -> tuple[float, list[Piece]]:
     """Factor on the preset's rates; 0 and the pieces that are missing while it is not known.
 
-    All regimes are run at a first guess; it is corrected by the busiest of them, and once it is told from the
-    others that one alone is run again. Kept is the highest guess that met the limit; when none did, the last
-    correction.
+    All regimes are run at the first load; it is corrected by the busiest of them, and once that one is told
+    from the others it alone is run again. Kept is the highest guess that met the limit; when none did, the
+    last correction.
     """
-    guess, best, regimes = 1.0, 0.0, ["trend", "burst", "steady"]
+    guess, best, regimes = args.first_load, 0.0, list(REGIMES)
     epochs = args.short_epochs * 3 // 2
     for attempt in range(LOAD_TRIES):
         names = {f"load-{attempt}-{regime}": regime for regime in regimes}

@@ -23,6 +23,7 @@ from serving_bridge.recovery import RecoverySettings
 
 LRU, SCAN_RESISTANT = "lru", "scan_resistant"
 GRID_CENTI = (10, 30, 50, 70, 90)
+REGIMES = "trend", "burst", "steady"
 WORKING_SET, PPO, SMART = "working-set", "ppo", "smart"
 KV_ONLY = "static-000"
 """alpha = 0, the paper's KV-Opt."""
@@ -48,17 +49,21 @@ class Run:
         return f"{self.regime}-{self.kv_policy}-{self.allocation}-seed{self.seed}"
 
 
-def required(regime: str, seed: int, design: dict[str, int]) -> Iterator[Run]:
-    """Runs of a regime and repeat that the results must have.
+def headline(regime: str, seed: int, design: dict[str, int]) -> Iterator[Run]:
+    """What the whole system is held against the plain one by, and what of it admission alone brings.
 
     Args:
-        regime: Steady has fewer.
+        regime: of the requests.
         seed: of the requests.
         design: alpha of the design point by KV policy, hundredths.
     """
     yield Run(regime, LRU, static(design[LRU]), seed)
-    yield Run(regime, SCAN_RESISTANT, static(design[SCAN_RESISTANT]), seed)
     yield Run(regime, SCAN_RESISTANT, SMART, seed)
+    yield Run(regime, SCAN_RESISTANT, static(design[SCAN_RESISTANT]), seed)
+
+
+def peers(regime: str, seed: int) -> Iterator[Run]:
+    """The grid for the best static split in hindsight, and the other controllers, which Steady leaves out."""
     for alpha in GRID_CENTI:
         yield Run(regime, SCAN_RESISTANT, static(alpha), seed)
     if regime != "steady":
@@ -67,20 +72,19 @@ def required(regime: str, seed: int, design: dict[str, int]) -> Iterator[Run]:
 
 
 def everything(seeds: list[int], design: dict[str, int], whole: bool) -> list[Run]:
-    """All runs in order: a repeat of Trend and Burst, the other repeats, Steady, then the rest.
+    """All runs in order: the headline in all regimes and repeats, its peers repeat by repeat, then the rest.
 
     Args:
         seeds: one for each repeat.
-        design: as in `required`.
+        design: as in `headline`.
         whole: the rest, too: both policies with every allocation, in every regime.
     """
-    runs = [run for seed in seeds for regime in ("trend", "burst")
-            for run in required(regime, seed, design)]  # fmt: skip
-    runs += [run for seed in seeds for run in required("steady", seed, design)]
+    parts = [(seed, regime) for seed in seeds for regime in REGIMES]
+    runs = [run for seed, regime in parts for run in headline(regime, seed, design)]
+    runs += [run for seed, regime in parts for run in peers(regime, seed)]
     if whole:
         allocations = [KV_ONLY, *map(static, GRID_CENTI), WORKING_SET, PPO, SMART]
-        runs += [Run(regime, policy, allocation, seed) for seed in seeds
-                 for regime in ("trend", "burst", "steady")
+        runs += [Run(regime, policy, allocation, seed) for seed, regime in parts
                  for policy in (SCAN_RESISTANT, LRU) for allocation in allocations]  # fmt: skip
     return list(dict.fromkeys(runs))
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.errors import require
-from hlem_env.live.machine_state import COLD_HOST, COLD_HOST_ROW, HOST_INSTRUMENTS, mean_host_ms
+from hlem_env.live.host_time import COLD_HOST
+from hlem_env.live.machine_state import COLD_HOST_ROW, HOST_INSTRUMENTS, mean_host_ms
 from hlem_env.surrogate.hardware import NodeProfile
 
 Floats = NDArray[np.float64]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hlem_env.live.machine_state import COLD_HOST, COLD_HOST_ROW, mean_host_ms, undisturbed
+from hlem_env.live.host_time import COLD_HOST
+from hlem_env.live.machine_state import COLD_HOST_ROW, mean_host_ms, undisturbed
 
 STREAM = "stream"
 """The kind of a batch that came as a load makes them."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hlem_env.live.host_time import COLD_HOST
 from hlem_env.live.node import LiveNode
 
 ROWS = 20_000
@@ -24,9 +25,8 @@ TURNS = 20_000
 SLOW_HOST = 3.3
 """Times its fastest: what `python_ms` is above while the host is slow. Else it was at most 3.0 of that; in
 the first spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
-COLD_HOST = "cold_host_ms"
 COLD_HOST_ROW = "cold_host_row_ms"
-"""In a profile: what each missed row adds to it."""
+"""In a profile: what each missed row adds to `cold_host_ms`."""
 HOST_INSTRUMENTS = (COLD_HOST, "python_ms")
 """Of the host's speed, the one of more moments first."""
 AFTER_EPOCHS = 3
@@ -89,7 +89,7 @@ class MachineState:
         before, self._before = self._before, _system()
         state: dict[str, Any] = {"python_ms": self._timed(_python)}
         if self._node.device.type == "cuda":
-            state[COLD_HOST] = self._node.take_cold_host_ms()
+            state |= self._node.take_host_ms()
             self._synchronised(self._fetch)  # the first after a pause wakes the device
             state["rows_ms"] = self._synchronised(self._fetch)
             state["matmul_ms"] = self._synchronised(self._multiply)

@@ -33,6 +33,7 @@ from hlem_env.live.drawn_items import DrawnItems
 from hlem_env.live.embedding_cache import EmbeddingCache
 from hlem_env.live.histories import Window
 from hlem_env.live.host_tables import HostTables
+from hlem_env.live.host_time import HostTime
 from hlem_env.live.hstu import Hstu, HstuBatch, HstuConfig
 from hlem_env.live.hstu_graphs import HstuGraphs, first_to_share
 from hlem_env.live.item_source import ItemSource
@@ -175,7 +176,7 @@ class LiveNode:
         self.last_p99_ms = 0.0
         """Of the last epoch; refill and prefetch pause while it is near the SLO."""
         self._missed = self._fetched = 0
-        self._cold_host_s, self._cold_batches = 0.0, 0
+        self._host_time = HostTime()
         self._told = AheadBytes(0, 0)
         self._told_evictions = 0
 
@@ -247,9 +248,8 @@ class LiveNode:
                 waiting = waiting[:0]
             looked_up = self.refill.mark() if len(waiting) else None
             scores = self._scores(rows, batch, cached, lengths - cached, candidates)
-            if len(requests) == 1 and cached[0] == 0:
-                self._cold_host_s += self.time_source.now() - start_s
-                self._cold_batches += 1
+            if len(requests) == 1:
+                self._host_time.add(bool(cached[0]), self.time_source.now() - start_s)
             ahead = self._prefetch(waiting, len(requests), looked_up)
             self._finish(now_s - start_s)
         except BaseException:
@@ -305,16 +305,9 @@ class LiveNode:
         before, self._told_evictions = self._told_evictions, self.kv.evictions
         return self._told_evictions - before
 
-    def take_cold_host_ms(self) -> float:
-        """How fast the host was since the last call.
-
-        Returns:
-            What it took on average, in milliseconds, to give the device a batch of one request with nothing
-            cached; 0 if there was none. On a CPU that is the whole batch.
-        """
-        taken_s, batches = self._cold_host_s, self._cold_batches
-        self._cold_host_s, self._cold_batches = 0.0, 0
-        return 1000.0 * taken_s / max(batches, 1)
+    def take_host_ms(self) -> dict[str, float]:
+        """How fast the host was since the last call: `HostTime.take`."""
+        return self._host_time.take()
 
     def close(self) -> None:
         """Give the memory back. May be called twice."""

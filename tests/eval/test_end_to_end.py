@@ -1,6 +1,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from agents.forecast import PRETRAINED
 from eval.end_to_end import Args, main
 from eval.end_to_end_bench import LiveBench
-from eval.end_to_end_plan import GRID_CENTI, Run, everything, seeds_with_bursts
+from eval.end_to_end_plan import GRID_CENTI, REGIMES, Run, everything, seeds_with_bursts
 from eval.end_to_end_report import report
 from eval.pieces import Slice
 from hlem_env.errors import ArgumentError, ArtefactError
@@ -22,12 +23,13 @@ from hlem_env.workload.regimes import LoadCurve, RegimeConfig, SyntheticWorkload
 DESIGN = {"lru": 90, "scan_resistant": 50}
 
 
-def test_what_is_required_comes_once_and_first() -> None:
+def test_what_is_required_comes_once_and_the_headline_first() -> None:
     runs = everything([1, 4, 7], DESIGN, whole=False)
     assert len(set(runs)) == len(runs) == 3 * (9 + 9 + 7)
-    assert [run.seed for run in runs[:18]] == [1] * 18
-    assert {run.regime for run in runs[:18]} == {"trend", "burst"}
-    assert {run.regime for run in runs[-21:]} == {"steady"}
+    first = runs[: 3 * 3 * 3]
+    assert {(run.seed, run.regime) for run in first} == set(product([1, 4, 7], REGIMES))
+    assert {run.allocation for run in first} == {"static-090", "static-050", "smart"}
+    assert [run.seed for run in runs[27:43]] == [1] * 16
     grid = {Run("burst", "scan_resistant", f"static-{alpha:03d}", 7) for alpha in GRID_CENTI}
     assert grid < set(runs)
     whole = everything([1, 4, 7], DESIGN, whole=True)
@@ -166,6 +168,8 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
         path.unlink()  # what came first is enough
     with pytest.raises(ArgumentError, match="with pool_bytes="):
         main(replace(args, preset="h200"))
+    with pytest.raises(ArgumentError, match=r"--first-load.*0.5.*1.0"):
+        main(replace(args, first_load=0.5))
     with pytest.raises(ArtefactError, match="no such folder"):
         main(replace(args, policy=tmp_path / "none"))
     # What visitors who come once do to plain LRU.

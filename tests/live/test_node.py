@@ -223,3 +223,24 @@ def test_a_batch_runs_with_the_configured_threads_and_leaves_the_process_its_own
     node.execute(requests[:1], requests[:0], 0.0)
     assert seen == [CONFIG.cpu_threads] == [1]
     assert torch.get_num_threads() == 2
+
+
+def test_the_hosts_time_is_told_by_kind_of_batch_and_anew_each_time() -> None:
+    """Nothing cached, then something; of batches of several nothing is told."""
+    node = node_with(50)
+
+    def visit(users: int, tokens: int) -> int:
+        history, new = np.full(users, tokens), np.full(users, 10)
+        both = Requests(np.zeros(users), np.arange(users), history, new)
+        return int(node.execute(both, both[:0], 0.0).reused.sum())
+
+    assert visit(1, 100) == 0
+    first = node.take_host_ms()
+    assert first["cold_host_ms"] > 0 == first["cached_host_ms"]
+    visit(1, 110)  # it is admitted
+    node.take_host_ms()
+    assert visit(1, 120) > 0
+    second = node.take_host_ms()
+    assert second["cached_host_ms"] > 0 == second["cold_host_ms"]
+    visit(2, 130)
+    assert set(node.take_host_ms().values()) == {0.0}
