@@ -34,7 +34,7 @@ from eval.pieces import Piece, Slice, time_left
 from eval.records import SATURATION
 from eval.sim_to_real import START_S
 from hlem_env.command_line import run_command
-from hlem_env.errors import ArgumentError, require
+from hlem_env.errors import ArgumentError, ArtefactError, require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.time_source import CLOCKS
 from hlem_env.machine import command, write_result
@@ -73,6 +73,10 @@ class Args:
     """of a run that finds the design point; half as many again for the load"""
     first_load: float = 1.0
     """times the preset's rates: the design points are of it, and the search for the load begins there"""
+    load: float | None = None
+    """times the preset's rates, instead of a search"""
+    design: Path | None = None
+    """report (`--json`) of the same node and dataset, such as the surrogate's: its design points are taken"""
     epoch_seconds: float | None = None
     """by default at most 1"""
     layers: int | None = None
@@ -97,6 +101,7 @@ class Args:
     def __post_init__(self) -> None:
         for name in ("seconds", "repeats", "epochs", "short_epochs", "first_load"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        require(self.load is None or self.load > 0, "load", self.load, "above 0")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
 
@@ -127,12 +132,17 @@ def piece_s(args: Args, bench: Bench, epochs: int) -> float:
 def design_points(
     args: Args, bench: Bench, run_missing: bool
 ) -> tuple[dict[str, int], list[Piece]]:
-    """Best alpha of the grid on Steady for each KV policy, hundredths; and pieces that are missing."""
+    """Best alpha of the grid on Steady for each KV policy, hundredths; and pieces that are missing.
+
+    It is the best by mean P99 over all repeats: of one run it may be that of the fastest host.
+    """
+    if args.design is not None:
+        return given_design(args.design, bench), []
     found: dict[str, int] = {}
     missing: list[Piece] = []
     for policy in (LRU, SCAN_RESISTANT):
-        runs = {f"design-{policy}-{alpha:03d}": Run("steady", policy, static(alpha), 1)
-                for alpha in GRID_CENTI}  # fmt: skip
+        runs = {f"design-{policy}-{alpha:03d}-seed{seed}": Run("steady", policy, static(alpha), seed)
+                for seed in seeds(args, bench) for alpha in GRID_CENTI}  # fmt: skip
         pieces = [Piece(name, piece_s(args, bench, args.short_epochs)) for name in runs]
 
         def execute(piece: Piece, runs: dict[str, Run] = runs) -> Mapping[str, Any]:
@@ -143,10 +153,37 @@ def design_points(
         if not left or not missing:
             records = [bench.slice.read(name) for name in runs]
             for record in records:
-                load, first = record["load"], args.first_load
-                require(load == first, "--first-load", first, f"{load}, as in --records")
-            found[policy] = GRID_CENTI[int(np.argmin([record["p99_ms"] for record in records]))]
+                refuse_other_load("--first-load", args.first_load, record)
+            p99 = np.array([record["p99_ms"] for record in records]).reshape(-1, len(GRID_CENTI))
+            found[policy] = GRID_CENTI[int(p99.mean(axis=0).argmin())]
     return found, missing
+
+
+def given_design(path: Path, bench: Bench) -> dict[str, int]:
+    """The design points of a report, hundredths.
+
+    Raises:
+        ArtefactError: it is none.
+        ArgumentError: it is of another node or dataset.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        design = {
+            policy: round(100 * found["design_point_alpha"][policy])
+            for policy in (LRU, SCAN_RESISTANT)
+        }
+        theirs = {"preset": found["preset"], "dataset": found["dataset"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(f"{path} is no report of eval.end_to_end: {error}") from error
+    ours = json.loads(json.dumps(bench.about()))
+    for name, value in theirs.items():
+        require(value == ours[name], "--design", f"{path}, of another {name}", f"{ours[name]}")
+    return design
+
+
+def refuse_other_load(option: str, load: float, record: Mapping[str, Any]) -> None:
+    """Refuse a record of another load."""
+    require(record["load"] == load, option, load, f"{record['load']}, as in --records")
 
 
 def find_load(
@@ -222,13 +259,17 @@ def measure(args: Args, bench: Bench, run_missing: bool) -> tuple[list[Run], lis
     design, missing = design_points(args, bench, run_missing)
     load = 0.0
     if not missing:
-        load, missing = find_load(args, bench, design, run_missing)
+        load, missing = (
+            (args.load, []) if args.load else find_load(args, bench, design, run_missing)
+        )
     if missing:  # the rest counts, too, with a guess at its size
         guess = {LRU: 50, SCAN_RESISTANT: 50}
         later = everything(seeds(args, bench), guess, args.whole)
         return [], missing + [Piece(run.name, piece_s(args, bench, args.epochs)) for run in later]
     runs = everything(seeds(args, bench), design, args.whole)
     by_name = {run.name: run for run in runs}
+    for name in filter(bench.slice.has, by_name):
+        refuse_other_load("--load", load, bench.slice.read(name))
     pieces = [Piece(name, piece_s(args, bench, args.epochs)) for name in by_name]
     left = [piece for piece in pieces if not bench.slice.has(piece.name)]
     if run_missing:

@@ -164,8 +164,17 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
     for named, other in others:
         with pytest.raises(ArgumentError, match=f"with {named}="):
             main(replace(args, **other))
+    given = replace(args, design=args.json, load=found["load"])
+    assert main(given) == 0  # what is given is not measured, and the runs are the same
+    with pytest.raises(ArgumentError, match=r"--load.*0.9"):
+        main(replace(given, load=0.9))
+    with pytest.raises(ArgumentError, match=r"--design.*of another preset"):
+        main(replace(given, records=tmp_path / "other", preset="h200"))
+    with pytest.raises(ArtefactError, match="no report"):
+        main(replace(given, design=next((tmp_path / "records").glob("load-*.json"))))
     for path in (tmp_path / "records").glob("*-seed*.json"):
-        path.unlink()  # what came first is enough
+        if not path.name.startswith("design"):
+            path.unlink()  # what came first is enough
     with pytest.raises(ArgumentError, match="with pool_bytes="):
         main(replace(args, preset="h200"))
     with pytest.raises(ArgumentError, match=r"--first-load.*0.5.*1.0"):
