@@ -29,7 +29,7 @@ from eval.end_to_end_plan import (
     seeds_with_bursts,
     static,
 )
-from eval.end_to_end_report import print_tables, report
+from eval.end_to_end_report import disturbed_runs, print_tables, report
 from eval.pieces import Piece, Slice, time_left
 from eval.records import SATURATION
 from eval.sim_to_real import START_S
@@ -89,6 +89,8 @@ class Args:
     """calibrated hardware profile, or the path of one: the surrogate serves instead of the live node"""
     clock: str = "auto"
     """wall; cpu: CPU time of the node's thread, so that others' work does not count; auto: cpu on a CPU"""
+    again: bool = False
+    """measure anew, first, the runs in which the host had a slow spell: they count in no figure"""
     report: bool = False
     """show what there is, measure nothing"""
     share: tuple[int, int] = (1, 1)
@@ -101,6 +103,8 @@ class Args:
     def __post_init__(self) -> None:
         for name in ("seconds", "repeats", "epochs", "short_epochs", "first_load"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        alone = not self.report and self.share == (1, 1)
+        require(not self.again or alone, "again", "with --report or --share", "neither beside it")
         require(self.load is None or self.load > 0, "load", self.load, "above 0")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
@@ -254,6 +258,17 @@ def refuse_others(bench: Bench, part: Slice) -> None:
             )
 
 
+def forget_disturbed(part: Slice) -> None:
+    """Delete the records of disturbed runs."""
+    paths = sorted(part.folder.glob("*-seed*.json"))
+    runs = {
+        path.stem: part.read(path.stem) for path in paths if not path.stem.startswith("design-")
+    }
+    for name in sorted(disturbed_runs(list(runs.values()))):
+        part.forget(name)
+        print(f"{name} was disturbed: it is measured again")
+
+
 def measure(args: Args, bench: Bench, run_missing: bool) -> tuple[list[Run], list[Piece]]:
     """All runs, as far as they are known, and the pieces that are missing."""
     design, missing = design_points(args, bench, run_missing)
@@ -284,6 +299,8 @@ def main(args: Args) -> int:
     part = Slice(args.records, args.seconds, command("eval.end_to_end"), args.commit, args.share)
     bench = make_bench(args, part)
     refuse_others(bench, part)
+    if args.again:
+        forget_disturbed(part)
     try:
         runs, missing = measure(args, bench, run_missing=not args.report)
     finally:

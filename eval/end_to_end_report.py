@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from eval.end_to_end_plan import GRID_CENTI, KV_ONLY, LRU, SCAN_RESISTANT, static
+from eval.end_to_end_plan import GRID_CENTI, KV_ONLY, LRU, SCAN_RESISTANT, Run, static
+from eval.host_slowness import is_disturbed, slow_epochs, typical_host_ms, with_queue
 from hlem_env.errors import require
-from hlem_env.live.machine_state import undisturbed
 
 DESIGN_POINT, BEST_STATIC = "design point", "best static"
 REFERENCES = {
@@ -34,7 +34,9 @@ def report(records: Sequence[Mapping[str, Any]], design: Mapping[str, int]) -> d
         design: alpha of the design point by KV policy, hundredths.
     """
     cells: dict[tuple[str, str, str], Runs] = {}
-    for record in undisturbed_part(records):
+    disturbed = disturbed_runs(records)
+    whole = [record for record in records if Run(**record["run"]).name not in disturbed]
+    for record in undisturbed_part(whole):
         run = record["run"]
         key = run["regime"], run["kv_policy"], run["allocation"]
         cells.setdefault(key, {})[run["seed"]] = record
@@ -50,25 +52,43 @@ def report(records: Sequence[Mapping[str, Any]], design: Mapping[str, int]) -> d
     return {
         "design_point_alpha": {policy: alpha / 100 for policy, alpha in design.items()},
         "load": records[0]["load"] if records else None,
+        "disturbed": sorted(disturbed),
         "rows": rows,
+    }
+
+
+def disturbed_runs(records: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the runs in which the host had a slow spell, beside its median over all of them."""
+    return {
+        Run(**record["run"]).name
+        for record, slow in zip(records, _slow(records), strict=True)
+        if is_disturbed(slow)
     }
 
 
 def undisturbed_part(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records, with the epochs alone in which the host was slow in no run of the same requests."""
     found: list[Mapping[str, Any]] = []
-    same: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for record in records:
-        same.setdefault((record["run"]["regime"], record["run"]["seed"]), []).append(record)
+    same: dict[tuple[str, int], list[tuple[Mapping[str, Any], NDArray[np.bool_]]]] = {}
+    for record, slow in zip(records, _slow(records), strict=True):
+        same.setdefault((record["run"]["regime"], record["run"]["seed"]), []).append((record, slow))
     for runs in same.values():
-        kept = np.ones(len(runs[0]["epochs"]["p99_ms"]), np.bool_)
-        if runs[0]["clock"] not in HOST_COUNTS_NOT:
-            kept = undisturbed([run["machine_state"] for run in runs])
-        require(
-            bool(kept.any()), "records", "slow in every epoch", "an epoch with a host that was not"
-        )
-        found += [{**run, **_of_epochs(run["epochs"], kept)} for run in runs]
+        kept = ~np.any([with_queue(slow) for _, slow in runs], axis=0)
+        known = "an epoch in which the host was not"
+        require(bool(kept.any()), "records", "slow in every epoch", known)
+        found += [{**run, **_of_epochs(run["epochs"], kept)} for run, _ in runs]
     return found
+
+
+def _slow(records: Sequence[Mapping[str, Any]]) -> list[NDArray[np.bool_]]:
+    """Epochs of each record in which the host was slow; none where its clock does not show that."""
+    typical_ms = typical_host_ms([record["machine_state"] for record in records])
+    return [
+        slow_epochs(
+            record["machine_state"], 0.0 if record["clock"] in HOST_COUNTS_NOT else typical_ms
+        )
+        for record in records
+    ]
 
 
 def _of_epochs(epochs: Mapping[str, Any], kept: NDArray[np.bool_]) -> dict[str, Any]:
@@ -162,6 +182,10 @@ def print_tables(found: Mapping[str, Any], console: Console) -> None:
     console.print("Ratios of mean P99, in brackets the least and largest of a repeat.")
     if any(sum(row["epochs_left_out"]) for row in found["rows"]):
         console.print("Epochs with a slow host are left out of all runs of the same requests.")
+    if found["disturbed"]:
+        console.print(
+            f"Disturbed by a slow host, and counted nowhere: {', '.join(found['disturbed'])}"
+        )
 
 
 def shown(ratio: Mapping[str, float] | None) -> str:

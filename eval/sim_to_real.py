@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from eval.host_slowness import host_slowness
+from eval.host_slowness import host_slowness, missed_rows
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -349,7 +349,11 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
         now, slowness = profile, None
         if setting.args.machine_speed:
             epochs = setting.unmeasured_epochs + kept.size
-            slowness = host_slowness(record, kept, profile, epochs)
+            config = setting.at(Run(**record["run"]))
+            slowness = host_slowness(
+                record.get("machine_state", ()), kept, profile, config.layers,
+                missed_rows(config, record["live"]["emb_hit"]), epochs,
+            )  # fmt: skip
         live = without(kept, record["live"])
         sim = without(kept, setting.simulate(record, now, slowness))
         for _ in range(MATCHING_ROUNDS if setting.args.match_service else 0):

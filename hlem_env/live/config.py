@@ -71,9 +71,6 @@ class LiveConfig:
     """Tokens times layers that a batch computes, from which on the missing rows of the next one are fetched
     meanwhile: beside less of it the device waits for the host's planning, longer than that brings
     (docs/live.md)."""
-    fast_core: bool = False
-    """On a GPU: the thread that serves is moved to whichever core is fast at present; for a machine whose
-    cores are the node's alone (docs/live.md)."""
     cpu_threads: int = 1
     """Of torch, while the node works on a CPU. Two are faster while nothing else runs; with other work on
     their cores they wait for each other (docs/live.md)."""
@@ -81,9 +78,9 @@ class LiveConfig:
     def __post_init__(self) -> None:
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
-        for name in ("only_graphs", "fast_core"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), name, value, "true or false")
+        require(
+            isinstance(self.only_graphs, bool), "only_graphs", self.only_graphs, "true or false"
+        )
         for name in ("pool_bytes", "page_bytes", "layers", "heads", "head_dim", "block_tokens",
                      "max_history_tokens", "tables", "rows_per_table", "token_budget", "candidates",
                      "new_items", "cpu_threads"):  # fmt: skip

@@ -31,7 +31,6 @@ from hlem_env.live.cache_state import COUNTERS, MISSED, UNIQUE
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.drawn_items import DrawnItems
 from hlem_env.live.embedding_cache import EmbeddingCache
-from hlem_env.live.fast_core import FastCore
 from hlem_env.live.histories import Window
 from hlem_env.live.host_tables import HostTables
 from hlem_env.live.host_time import HostTime
@@ -132,7 +131,6 @@ class LiveNode:
         self._counters = torch.zeros(COUNTERS, dtype=torch.int64, pin_memory=cuda)
         self._counted: Ints = self._counters.numpy()
         self._graphs: HstuGraphs | None = None
-        self._fast_core: FastCore | None = None
         self._transfers = torch.cuda.Stream(self.device) if cuda else None
         self._completed = torch.cuda.Event() if cuda else None
         self.reset(0)
@@ -143,7 +141,6 @@ class LiveNode:
             )  # fmt: skip
             self._graphs.prepare()
             self._rehearse()
-            self._fast_core = FastCore() if config.fast_core else None
 
     def reset(self, persistent_users: int, items: ItemSource | None = None) -> None:
         """Empty both caches.
@@ -232,8 +229,6 @@ class LiveNode:
             waiting: those that have arrived and come next: their missing rows are fetched meanwhile.
             now_s: the workload's clock.
         """
-        if self._fast_core is not None:
-            self._fast_core.here()
         with self._threads():
             return self._execute(requests, waiting, now_s)
 
@@ -317,8 +312,6 @@ class LiveNode:
     def close(self) -> None:
         """Give the memory back. May be called twice."""
         self._stop()
-        if self._fast_core is not None:
-            self._fast_core.close()
         for name in (
             "tables", "pool", "model", "embedding", "kv", "partition", "refill", "_graphs", "_transfers",
         ):  # fmt: skip

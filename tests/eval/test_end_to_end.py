@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agents.forecast import PRETRAINED
-from eval.end_to_end import Args, main
+from eval.end_to_end import Args, forget_disturbed, main
 from eval.end_to_end_bench import LiveBench
 from eval.end_to_end_plan import GRID_CENTI, REGIMES, Run, everything, seeds_with_bursts
 from eval.end_to_end_report import report
@@ -54,7 +54,7 @@ def record(
     host = np.isin(np.arange(8), slow)
     epochs = dict.fromkeys(("alpha", "qos", "kv_hit", "emb_hit", "utilisation"), [0.5] * 8)
     epochs |= {"p99_ms": list(np.where(host, 100 * p99_ms, p99_ms)), "requests": [10] * 8}
-    state = [{"python_ms": 5.0 if late else 1.0} for late in host]
+    state = [{"cold_host_ms": 2.0 if late else 1.0} for late in host]
     return {"run": vars(run), "load": 1.0, "clock": "wall", "saturated": saturated, "movement": 0.5,
             "epochs": epochs, "machine_state": state}  # fmt: skip
 
@@ -88,6 +88,28 @@ def test_epochs_with_a_slow_host_are_left_out_of_all_runs_of_the_same_requests()
     assert rows["smart"]["p99_ms"] == [20.0, 30.0]
     # The slow ones and the three after each.
     assert rows["smart"]["epochs_left_out"] == [6, 0]
+
+
+def test_a_run_with_a_slow_spell_counts_nowhere_and_is_measured_again(tmp_path: Path) -> None:
+    spell = Run("trend", "scan_resistant", "smart", 1)
+    records = [
+        record(Run("trend", "lru", "static-090", 1), 40.0),
+        record(spell, 20.0, slow=(2, 3, 4)),
+        record(Run("trend", "scan_resistant", "smart", 2), 30.0, slow=(1, 3)),
+    ]
+    found = report(records, DESIGN)
+    assert found["disturbed"] == [spell.name]
+    rows = {row["allocation"]: row for row in found["rows"]}
+    assert rows["smart"]["seeds"] == [2]
+    part = Slice(tmp_path, 10.0, "test")
+    for one in records:
+        part.write(Run(**one["run"]).name, one)
+        part.write("design-" + Run(**one["run"]).name, one)
+    forget_disturbed(part)
+    assert not part.has(spell.name)
+    assert len(list(tmp_path.glob("*.json"))) == 5
+    with pytest.raises(ArgumentError, match="again"):
+        Args(again=True, report=True)
 
 
 @pytest.mark.usefixtures("one_thread")

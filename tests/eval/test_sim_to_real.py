@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.host_slowness import host_slowness
+from eval.host_slowness import (
+    host_slowness,
+    is_disturbed,
+    missed_rows,
+    slow_epochs,
+    typical_host_ms,
+    with_queue,
+)
 from eval.sim_to_real import Args, main
 from eval.sim_to_real_report import compare, rank_correlation
 from hlem_env.errors import ArgumentError
@@ -157,22 +164,35 @@ def test_the_hosts_speed_is_taken_from_what_both_have(files: dict[str, Any]) -> 
     profile = NodeProfile(
         **vars(HardwareProfile.load("h100")), host_ms={"6": {"python_ms": 2.0, "cold_host_ms": 1.0}}
     )
-    run = {"layers": 6, "regime": "steady", "alpha_centi": 10, "seed": 1}
     states = [{"python_ms": 9.0}, {"python_ms": 3.0}, {"python_ms": 8.0}, {"python_ms": 5.0}]
-    record: dict[str, Any] = {"run": run, "machine_state": states}
     kept = np.array([True, False, True])
-    moments = host_slowness(record, kept, profile, epochs=5)
+    moments = host_slowness(states, kept, profile, 6, 0.0, epochs=5)
     assert moments.tolist() == [(3.0 + 5.0) / 2 / 2.0] * 5
     for state, cold in zip(states, (4.0, 0.0, 1.0, 1.5), strict=True):
         state["cold_host_ms"] = cold  # an epoch without such a batch says nothing
-    assert host_slowness(record, kept, profile, epochs=5).tolist() == [1.5, 4.0, 1.5, 1.0, 1.5]
+    found = host_slowness(states, kept, profile, 6, 0.0, epochs=5)
+    assert found.tolist() == [1.5, 4.0, 1.5, 1.0, 1.5]
     states[0]["cold_host_ms"] = 1800.0  # no host is as slow
-    assert host_slowness(record, kept, profile, epochs=4).max() == 5.0
+    assert host_slowness(states, kept, profile, 6, 0.0, epochs=4).max() == 5.0
     per_row = profile.host_ms["6"] | {"cold_host_row_ms": 1e-6}
-    preset = {"mean_history_tokens": 9900, "candidates": 100, "tables": 10}
-    missing = record | {"live": {"emb_hit": 0.5}, "preset": preset}
-    slower = host_slowness(missing, kept, replace(profile, host_ms={"6": per_row}), epochs=4)
+    config = replace(LiveConfig.load("h200"), mean_history_tokens=9900)
+    slower = host_slowness(
+        states, kept, replace(profile, host_ms={"6": per_row}), 6, missed_rows(config, 0.5), 4
+    )
     assert slower[2] == pytest.approx(1.0 / (1.0 + 1e-6 * 50_000))
-    for other in (record | {"run": run | {"layers": 3}}, {"run": run}):
+    for layers, of in ((3, states), (6, [])):
         with pytest.raises(ArgumentError, match="machine-speed"):
-            host_slowness(other, kept, profile, epochs=5)
+            host_slowness(of, kept, profile, layers, 0.0, epochs=5)
+
+
+def test_a_slow_spell_makes_a_run_disturbed_and_moments_do_not() -> None:
+    cold_ms = [1.0, 1.1, 2.0, 0.9, 1.0, 1.0, 1.0, 1.7, 1.6, 1.0]
+    states = [{"cold_host_ms": ms} for ms in cold_ms]
+    assert typical_host_ms([states, [{"python_ms": 1.0}]]) == 1.0
+    slow = slow_epochs(states, 1.0)
+    assert np.flatnonzero(slow).tolist() == [2, 7, 8]
+    assert np.flatnonzero(with_queue(slow)).tolist() == [2, 3, 4, 5, 7, 8, 9]
+    assert not is_disturbed(slow)
+    states[9]["cold_host_ms"] = 1.5
+    assert is_disturbed(slow_epochs(states, 1.0))
+    assert not slow_epochs([{"python_ms": 9.0}], typical_host_ms([])).any()
