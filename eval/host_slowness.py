@@ -26,7 +26,7 @@ SPELL = 1.45
 epochs in ten were below 1.24 and 1.44; in a slow spell of fourteen seconds it was 1.6 to 2.3."""
 SPELL_EPOCHS = 3
 """Slow epochs in a row that make a run disturbed: after fourteen of them a node that is busy for 0.85 of the
-time took twenty more to work off its queue."""
+time took nine more to work off its queue."""
 States = Sequence[Mapping[str, Any]]
 """Of a run, one after each epoch: `hlem_env.live.machine_state`."""
 
