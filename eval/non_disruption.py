@@ -9,6 +9,7 @@ them stands the mean of the seconds' own; intervals draw whole seconds anew.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -126,6 +127,30 @@ class Args:
             self.utilisation, self.hot_share, self.low_centi, self.low_centi + MOST_STEP, 1, self.warm_s,
             self.window_s, self.window_s, False, seed,
         )  # fmt: skip
+
+
+SHARED = ("steps", "refill", "rounds", "still", "alpha", "utilisation", "hot_share",
+          "requests_per_s", "window_s", "warm_s")  # fmt: skip
+"""Options that all pieces of a folder have in common."""
+
+
+def hold_to_options(args: Args, config: LiveConfig, clock: str, part: Slice) -> None:
+    """Refuse a folder whose pieces were measured with other options or on another node.
+
+    Raises:
+        ArgumentError: naming what differs.
+    """
+    given = {"clock": clock, **{name: getattr(args, name) for name in SHARED}}
+    given |= {f"preset's {name}": value for name, value in config.to_json().items()}
+    ours = json.loads(json.dumps(given))  # as it is read
+    if not part.has("options"):
+        if args.report:  # of records that are older than this file
+            return
+        known = "a new folder, or one with an options.json"
+        require(not part.has("rate"), "--records", str(args.records), known)
+    theirs = part.once("options", lambda: {"options": ours})["options"]
+    for name, value in ours.items():
+        require(theirs.get(name) == value, name, value, f"{theirs.get(name)}, as in --records")
 
 
 @dataclass(frozen=True)
@@ -304,6 +329,7 @@ def main(args: Args) -> int:
         args.records, args.seconds, command("eval.non_disruption"), args.commit, args.share
     )
     clock = clock_name(args.clock, config.device)
+    hold_to_options(args, config, clock, part)
     count = -(-args.moves // (2 * args.rounds))
     pieces = [Piece(f"round-{number:03d}", args.piece_s) for number in range(1, count + 1)]
     missing = [piece for piece in pieces if not part.has(piece.name)]

@@ -66,6 +66,19 @@ def test_one_kind_of_move_alone(tmp_path: Path, small_node: Path) -> None:
         (NO_MOVE, 0, "after a move"): 2, (NO_MOVE, 0, "later"): 2,
     }  # fmt: skip
     assert found["no_move"]["seconds"] == 4
+    # The folder is held to what its pieces were measured with; more moves are none of it.
+    others: tuple[dict[str, Any], ...] = (
+        {"steps": (2,)}, {"alpha": 0.4}, {"preset": "cpu-small"}, {"utilisation": 0.5},
+    )  # fmt: skip
+    for other in others:
+        for only_shown in (False, True):
+            with pytest.raises(ArgumentError, match=next(iter(other))):
+                main(replace(args, report=only_shown, **other))
+    assert main(replace(args, report=True, moves=8)) == 0
+    (args.records / "options.json").unlink()
+    assert main(replace(args, report=True)) == 0
+    with pytest.raises(ArgumentError, match="a new folder"):
+        main(args)
 
 
 @pytest.fixture

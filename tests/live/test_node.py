@@ -93,7 +93,7 @@ def test_scores_are_the_same_in_any_batches() -> None:
 
 
 def test_a_wrong_kv_page_or_row_shows_in_the_scores() -> None:
-    requests = some_requests(4.0, seed=3, hot_share=0.9)
+    requests = some_requests(2.5, seed=3, hot_share=0.9)
     first, second = requests[: len(requests) // 2], requests[len(requests) // 2 :]
     right = node_with(50)
     serve(right, first)

@@ -89,14 +89,15 @@ class EmbeddingCache:
         -------
         (lookups that found their row, repeats counted; distinct rows that were not there).
         """
-        missed = batch[~self._resident[batch]]
+        hits = int(np.count_nonzero(self._resident[batch]))
         distinct, from_behind = np.unique(batch[::-1], return_index=True)
+        fetched = distinct.size - int(np.count_nonzero(self._resident[distinct]))
         self._resident[distinct] = False
         others = self.rows[self._resident[self.rows]]
         self.rows = np.concatenate((others, distinct[np.argsort(-from_behind)]))
         self._resident[distinct] = True
         self._evict()
-        return batch.size - missed.size, np.unique(missed).size
+        return hits, fetched
 
     def _evict(self) -> None:
         too_many = max(self.rows.size - self.capacity, 0)
