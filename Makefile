@@ -8,8 +8,6 @@ PYTHON ?= python3
 # Each worker gets half of the tests, in order: what a file's tests share is made once.
 PYTEST_FLAGS ?= -n 2 --dist worksteal
 TESTS ?= tests
-FIRST := $(addprefix tests/,agents/test_registry.py eval/test_caching.py eval/test_end_to_end.py \
-  eval/test_end_to_end_twin.py serving_bridge/test_adapter.py)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 USABLE := $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(BIN)/python -c "" 2>/dev/null && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test first pytest lint bench clean FORCE
+.PHONY: help demo serve-demo test pytest lint bench clean FORCE
 
 help:
 	@echo "make demo        train a small policy, compare it with the baselines, write runs/demo/report.html"
@@ -45,13 +43,9 @@ demo: $(STAMP)
 serve-demo: $(STAMP)
 	$(BIN)/python -m eval.serve_demo $(SERVE_FLAGS)
 
-# Beside mypy, on the other core, run tests that compile most: two workers would compile it twice.
+# Side by side: mypy and the start of the tests each keep one core busy.
 test: $(STAMP)
-	$(MAKE) --no-print-directory -j2 lint first
-	$(MAKE) --no-print-directory pytest PYTEST_FLAGS="$(PYTEST_FLAGS) $(FIRST:%=--ignore=%)"
-
-first: $(STAMP)
-	$(BIN)/python -m pytest $(FIRST)
+	$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
