@@ -222,7 +222,7 @@ CLAIMS = (
     Claim("Trend, over scan-resistant KV with the best static split",
           TWIN, _end_to_end("trend", SMART, "over_best_static")),
     Claim("The same in Burst", TWIN, _end_to_end("burst", SMART, "over_best_static")),
-    Claim("Live runs under load beside the surrogate, as fast as the host was, on two other machines",
+    Claim("Live runs under load beside the surrogate, as fast as the host was, on two later machines",
           "end-to-end-h200-8gib-twin.json", _twin),
     Claim("Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
           LIVE, _end_to_end("trend", SMART, "over_lru_design")),

@@ -49,6 +49,8 @@ MARGIN = 0.99
 NEAR = 0.02
 """The search ends so close below it."""
 LOAD_TRIES = 5
+MOST_LOAD = 100.0
+"""Times the preset's rates, and as fast a machine."""
 SIMULATED_S = 3.0
 """For a run of the surrogate."""
 
@@ -75,6 +77,9 @@ class Args:
     """times the preset's rates: the design points are of it, and the search for the load begins there"""
     load: float | None = None
     """times the preset's rates, instead of a search"""
+    speed: float | None = None
+    """of the machine over the preset's, by which the rates are scaled, too; by default by a probe, once for a
+    folder, which hangs on how fast the host happens to be"""
     design: Path | None = None
     """report (`--json`) of the same node and dataset, such as the surrogate's: its design points are taken"""
     epoch_seconds: float | None = None
@@ -101,11 +106,15 @@ class Args:
     """file for the report"""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "repeats", "epochs", "short_epochs", "first_load"):
+        for name in ("seconds", "repeats", "epochs", "short_epochs"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        for name in ("first_load", "load", "speed"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 < value <= MOST_LOAD, name, value, f"above 0, up to {MOST_LOAD}"
+            )
         alone = not self.report and self.share == (1, 1)
         require(not self.again or alone, "again", "with --report or --share", "neither beside it")
-        require(self.load is None or self.load > 0, "load", self.load, "above 0")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
 
@@ -299,6 +308,8 @@ def main(args: Args) -> int:
     part = Slice(args.records, args.seconds, command("eval.end_to_end"), args.commit, args.share)
     bench = make_bench(args, part)
     refuse_others(bench, part)
+    if args.speed is not None:
+        bench.set_speed(args.speed)
     if args.again:
         forget_disturbed(part)
     try:

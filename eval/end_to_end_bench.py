@@ -14,6 +14,7 @@ from eval.end_to_end_plan import SCAN_RESISTANT, Run, make
 from eval.pieces import Slice
 from eval.records import SATURATION
 from hlem_env.backend import Backend, Runner, run_controller
+from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.machine_state import MachineState
 from hlem_env.live.node import LiveNode
@@ -89,6 +90,15 @@ class Bench(ABC):
 
             self._speed = float(self.slice.once("speed", measure)["speed"])
         return self._speed
+
+    def set_speed(self, speed: float) -> None:
+        """Take it as the machine's, instead of a probe's.
+
+        Raises:
+            ArgumentError: the folder has another one.
+        """
+        self._speed = float(self.slice.once("speed", lambda: {"speed": speed})["speed"])
+        require(self._speed == speed, "--speed", speed, f"{self._speed}, as in --records")
 
     def scenario(self, run: Run, epochs: int, load: float) -> Scenario:
         """The requests of a run."""

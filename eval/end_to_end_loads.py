@@ -15,7 +15,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eval.end_to_end import MOST_UTILISATION, SIMULATED_S, given_design, make_bench, seeds
+from eval.end_to_end import (
+    MOST_LOAD,
+    MOST_UTILISATION,
+    SIMULATED_S,
+    given_design,
+    make_bench,
+    seeds,
+)
 from eval.end_to_end import Args as PlanArgs
 from eval.end_to_end_bench import Bench
 from eval.end_to_end_plan import LRU, REGIMES, SCAN_RESISTANT, SMART, Run, static
@@ -54,7 +61,8 @@ class Args:
     """PNG file"""
 
     def __post_init__(self) -> None:
-        require(all(load > 0 for load in self.loads), "loads", self.loads, "above 0")
+        good = all(0 < load <= MOST_LOAD for load in self.loads)
+        require(good, "loads", self.loads, f"above 0, up to {MOST_LOAD}")
 
 
 def arms(design: Mapping[str, int]) -> dict[str, tuple[str, str]]:

@@ -75,12 +75,12 @@ def simulate(
 ) -> dict[str, float]:
     """What the surrogate measures in the epochs of a record that are kept, [epochs]."""
     config, run, alphas = config_of(record), Run(**record["run"]), record["epochs"]["alpha"]
-    # The speed of the host in the warm-up, which comes first, is not recorded: the mean stands for it.
     scenario = Scenario(
         preset=record["dataset"], regime=run.regime, kv_policy=run.kv_policy,
         utilisation=config.utilisation * record["load"], episode_epochs=len(alphas),
     )  # fmt: skip
     twin = surrogate_twin(scenario, config, profile, record["speed"])
+    # In the warm-up, which comes first, it is not recorded: the mean stands for it.
     slowness = host_slowness(
         record["machine_state"], kept, profile, config.layers,
         missed_rows(config, record["emb_hit"]), 1 + len(alphas),

@@ -190,6 +190,13 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
     assert main(given) == 0  # what is given is not measured, and the runs are the same
     with pytest.raises(ArgumentError, match=r"--load.*0.9"):
         main(replace(given, load=0.9))
+    with pytest.raises(ArgumentError, match=r"--speed=1.1 .*allowed: 1.51"):
+        main(replace(given, speed=1.1))
+    slower = replace(given, records=tmp_path / "slower", speed=0.75, repeats=1, load=0.9)
+    assert main(slower) == 0
+    for wrong in ({"load": float("inf")}, {"first_load": 0.0}, {"speed": -1.0}):
+        with pytest.raises(ArgumentError, match="above 0, up to 100"):
+            replace(args, **wrong)
     with pytest.raises(ArgumentError, match=r"--design.*of another preset"):
         main(replace(given, records=tmp_path / "other", preset="h200"))
     with pytest.raises(ArtefactError, match="no report"):

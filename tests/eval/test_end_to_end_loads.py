@@ -36,5 +36,6 @@ def test_a_higher_load_keeps_all_busier_and_later_and_is_gone_on_with(tmp_path: 
 
 
 def test_wrong_loads_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="above 0"):
-        Args(design=DESIGN, loads=(0.5, 0.0))
+    for wrong in (0.0, float("inf")):
+        with pytest.raises(ArgumentError, match="above 0, up to 100"):
+            Args(design=DESIGN, loads=(0.5, wrong))
