@@ -51,7 +51,7 @@ NEAR = 0.02
 LOAD_TRIES = 5
 MOST_LOAD = 100.0
 """Times the preset's rates, and as fast a machine."""
-SIMULATED_S = 3.0
+SIMULATED_S = 0.3
 """For a run of the surrogate."""
 
 
@@ -185,12 +185,13 @@ def given_design(path: Path, bench: Bench) -> dict[str, int]:
             policy: round(100 * found["design_point_alpha"][policy])
             for policy in (LRU, SCAN_RESISTANT)
         }
-        theirs = {"preset": found["preset"], "dataset": found["dataset"]}
+        theirs = {"dataset": found["dataset"], **found["preset"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtefactError(f"{path} is no report of eval.end_to_end: {error}") from error
-    ours = json.loads(json.dumps(bench.about()))
-    for name, value in theirs.items():
-        require(value == ours[name], "--design", f"{path}, of another {name}", f"{ours[name]}")
+    ours = json.loads(json.dumps({"dataset": bench.dataset, **bench.config.to_json()}))
+    for name, value in ours.items():
+        given = f"{path}, with {name}={theirs.get(name)}"
+        require(theirs.get(name) == value, "--design", given, f"{name}={value}")
     return design
 
 

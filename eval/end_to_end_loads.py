@@ -53,6 +53,8 @@ class Args:
     """seeds, the same for all that is compared"""
     epochs: int = 60
     """of a run"""
+    seconds: float = 3600.0
+    """of this run"""
     records: Path = Path("runs/end-to-end-loads")
     """folder of the runs; those that are there are not run again"""
     json: Path | None = None
@@ -61,6 +63,7 @@ class Args:
     """PNG file"""
 
     def __post_init__(self) -> None:
+        require(self.seconds > 0, "seconds", self.seconds, "above 0")
         good = all(0 < load <= MOST_LOAD for load in self.loads)
         require(good, "loads", self.loads, f"above 0, up to {MOST_LOAD}")
 
@@ -155,11 +158,13 @@ def main(args: Args) -> int:
     """Run what is missing and show all of it."""
     plan = PlanArgs(preset=args.preset, dataset=args.dataset, records=args.records,
                     repeats=args.repeats, epochs=args.epochs, profile=args.profile)  # fmt: skip
-    part = Slice(args.records, float("inf"), command("eval.end_to_end_loads"))
+    part = Slice(args.records, args.seconds, command("eval.end_to_end_loads"))
     bench = make_bench(plan, part)
     design = given_design(args.design, bench)
     missing = measure(args, bench, plan, design)
-    print(time_left(missing, plan.seconds, 0.0))
+    print(time_left(missing, args.seconds, 0.0))
+    if missing:
+        return 0
     found = rows(args, bench, plan, design)
     print_table(found, Console(width=150))
     if args.plot is not None:

@@ -53,6 +53,8 @@ class Args:
     """calibrated hardware profile, or the path of one"""
     draws: int = 4
     """runs of the surrogate for each record, of which the mean counts; they differ in the profile's jitter"""
+    host_speed: bool = True
+    """as fast as the host was in each epoch; otherwise as it was in the calibration"""
     json: Path | None = None
     """file for the comparison"""
     plot: Path | None = None
@@ -71,7 +73,7 @@ def config_of(record: Mapping[str, Any]) -> LiveConfig:
 
 
 def simulate(
-    record: Mapping[str, Any], profile: NodeProfile, kept: Epochs, draws: int
+    record: Mapping[str, Any], profile: NodeProfile, kept: Epochs, args: Args
 ) -> dict[str, float]:
     """What the surrogate measures in the epochs of a record that are kept, [epochs]."""
     config, run, alphas = config_of(record), Run(**record["run"]), record["epochs"]["alpha"]
@@ -85,8 +87,10 @@ def simulate(
         record["machine_state"], kept, profile, config.layers,
         missed_rows(config, record["emb_hit"]), 1 + len(alphas),
     )  # fmt: skip
+    if not args.host_speed:
+        slowness = np.ones_like(slowness)
     drawn = []
-    for twin.draw in range(draws):
+    for twin.draw in range(args.draws):
         twin.reset(run.seed)
         served: list[EpochStats] = []
         seconds = [twin.warmup_s] + [config.epoch_seconds] * len(alphas)
@@ -112,7 +116,7 @@ def live_figures(record: Mapping[str, Any], kept: Epochs) -> dict[str, float]:
 
 
 def compare(
-    records: Mapping[str, Mapping[str, Any]], profile: NodeProfile, draws: int
+    records: Mapping[str, Mapping[str, Any]], profile: NodeProfile, args: Args
 ) -> list[dict[str, Any]]:
     """A row for each live run, by the name of its file."""
     typical_ms = typical_host_ms([record["machine_state"] for record in records.values()])
@@ -121,7 +125,7 @@ def compare(
         slow = slow_epochs(record["machine_state"], typical_ms)
         disturbed = is_disturbed(slow)
         kept = np.ones_like(slow) if disturbed else ~with_queue(slow)
-        live, sim = live_figures(record, kept), simulate(record, profile, kept, draws)
+        live, sim = live_figures(record, kept), simulate(record, profile, kept, args)
         about = {"name": name, "run": record["run"], "load": record["load"], "disturbed": disturbed,
                  "saturated": bool(record["saturated"]), "epochs": int(kept.size),
                  "epochs_left_out": int((~kept).sum())}  # fmt: skip
@@ -281,7 +285,7 @@ def main(args: Args) -> int:
     profile = NodeProfile.load(args.profile)
     if not isinstance(profile, NodeProfile):
         raise ArgumentError("profile", args.profile, "one that train.calibrate has fitted")
-    rows = compare(read(args.records), profile, args.draws)
+    rows = compare(read(args.records), profile, args)
     found, groups = summary(rows), over_alpha(rows)
     print_table(rows, found, Console(width=140))
     print_groups(groups)

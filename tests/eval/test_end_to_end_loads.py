@@ -1,6 +1,7 @@
 """The plain system and the whole one by load, on the surrogate."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ DESIGN = Path(__file__).parents[2] / "docs/results/end-to-end-h200-8gib-simulate
 def test_a_higher_load_keeps_all_busier_and_later_and_is_gone_on_with(tmp_path: Path) -> None:
     args = Args(design=DESIGN, loads=(0.4, 0.7), repeats=2, epochs=6, records=tmp_path / "runs",
                 json=tmp_path / "out.json", plot=tmp_path / "out.png")  # fmt: skip
+    assert main(replace(args, seconds=0.1)) == 0
+    assert not (tmp_path / "out.json").exists()
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     rows = {(row["regime"], row["load"]): row for row in found["rows"]}

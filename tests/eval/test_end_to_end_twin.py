@@ -34,8 +34,8 @@ def write(folder: Path, runs: list[Run], slowness: float = 1.0) -> None:
         part.write(run.name, record | {"clock": "wall", "machine_state": states})
 
 
-def twin(folder: Path, out: Path) -> dict[str, Any]:
-    assert main(Args(records=(folder,), draws=1, json=out)) == 0
+def twin(folder: Path, out: Path, host_speed: bool = True) -> dict[str, Any]:
+    assert main(Args(records=(folder,), draws=1, host_speed=host_speed, json=out)) == 0
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -69,6 +69,8 @@ def test_what_the_host_does_is_no_error(tmp_path: Path) -> None:
     assert slow["live"] == fast["live"]  # of the same run
     assert slow["sim"]["p99_ms"] > 1.1 * fast["sim"]["p99_ms"]
     assert slow["sim"]["kv_hit"] == pytest.approx(fast["sim"]["kv_hit"], abs=0.01)
+    calibrated = twin(tmp_path / "slow", tmp_path / "calibrated.json", host_speed=False)["rows"][0]
+    assert calibrated["sim"] == fast["sim"]
 
 
 def test_a_run_with_a_slow_spell_does_not_count(tmp_path: Path) -> None:
