@@ -139,13 +139,17 @@ def _agreement(values: Values) -> str:
 
 
 def _end_to_end(regime: str, allocation: str, reference: str) -> Callable[[Values], str]:
+    against = {"over_lru_design": "lru-", "over_best_static": "scan_resistant-static-"}[reference]
+
     def figure(values: Values) -> str:
         for row in values["rows"]:
             if (row["regime"], row["kv_policy"], row["allocation"]) == (
                 regime, "scan_resistant", allocation,
             ):  # fmt: skip
                 if row[reference] is None:
-                    slow = any(name.startswith(f"{regime}-") for name in values["disturbed"])
+                    slow = any(
+                        name.startswith(f"{regime}-{against}") for name in values["disturbed"]
+                    )
                     return "saturated" if any(row["saturated"]) else DISTURBED if slow else MISSING
                 repeats = int(row[reference]["seeds"])
                 if repeats == 1:
@@ -171,7 +175,9 @@ def _twin(values: Values) -> str:
     kv, emb = (f"{found[f'median_{name}_hit_points']:.1f}" for name in ("kv", "emb"))
     return (
         f"P99 error {median} at the median, {p90} at P90, hit rates {kv} and {emb} points;"
-        f" {found['runs']} runs, {found['disturbed']} disturbed"
+        f" {found['runs'] - found['disturbed']} runs; with {found['disturbed']} that a slow host disturbed"
+        f" {100 * found['median_p99_error_with_disturbed']:.0f} and"
+        f" {100 * found['p90_p99_error_with_disturbed']:.0f} %"
     )
 
 

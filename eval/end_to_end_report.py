@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.end_to_end_plan import GRID_CENTI, KV_ONLY, LRU, SCAN_RESISTANT, Run, static
-from eval.host_slowness import is_disturbed, slow_epochs, typical_host_ms, with_queue
+from eval.host_slowness import is_disturbed, slow_epochs, typical_host_ms
 from hlem_env.errors import require
+from hlem_env.live.machine_state import with_queue
 
 DESIGN_POINT, BEST_STATIC = "design point", "best static"
 REFERENCES = {

@@ -24,13 +24,13 @@ from eval.host_slowness import (
     missed_rows,
     slow_epochs,
     typical_host_ms,
-    with_queue,
 )
 from eval.pieces import Slice
 from eval.sim_to_real_report import rank_correlation
 from hlem_env.command_line import run_command
 from hlem_env.errors import ArgumentError, require
 from hlem_env.live.config import LiveConfig
+from hlem_env.live.machine_state import with_queue
 from hlem_env.live_scenario import surrogate_twin
 from hlem_env.machine import command, write_result
 from hlem_env.scenario import Scenario
@@ -170,6 +170,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: np.array([row["error"][name] for row in counted]) for name in counted[0]["error"]
     }
     p99 = np.abs(found["p99_ms"])
+    unsaturated = [row["error"]["p99_ms"] for row in rows if not row["saturated"]]
+    with_disturbed = np.abs(unsaturated)
     return {
         "runs": len(rows),
         "disturbed": sum(row["disturbed"] for row in rows),
@@ -179,6 +181,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "p90_p99_error": float(np.quantile(p99, 0.9)),
         "largest_p99_error": float(p99.max()),
         "mean_p99_error": float(found["p99_ms"].mean()),
+        "median_p99_error_with_disturbed": float(np.median(with_disturbed)),
+        "p90_p99_error_with_disturbed": float(np.quantile(with_disturbed, 0.9)),
+        "largest_p99_error_with_disturbed": float(with_disturbed.max()),
         "median_service_error": float(np.median(np.abs(found["mean_service_ms"]))),
         "median_kv_hit_points": float(np.median(np.abs(found["kv_hit_points"]))),
         "median_emb_hit_points": float(np.median(np.abs(found["emb_hit_points"]))),

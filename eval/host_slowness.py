@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_time import COLD_HOST
-from hlem_env.live.machine_state import AFTER_EPOCHS, COLD_HOST_ROW, HOST_INSTRUMENTS, mean_host_ms
+from hlem_env.live.machine_state import COLD_HOST_ROW, HOST_INSTRUMENTS, mean_host_ms
 from hlem_env.surrogate.hardware import NodeProfile
 
 Floats = NDArray[np.float64]
@@ -19,8 +19,6 @@ Floats = NDArray[np.float64]
 MOST_SLOWNESS = 5.0
 """Of a host. A batch that takes longer waited for something else, such as a kernel that was compiled: 1.8 s
 in the first second of one run on an H200."""
-
-
 SPELL = 1.45
 """Times its median: what `cold_host_ms` is above while the host is slow. On two machines with H200s nine
 epochs in ten were below 1.24 and 1.44; in a slow spell of fourteen seconds it was 1.6 to 2.3."""
@@ -49,14 +47,6 @@ def is_disturbed(slow: NDArray[np.bool_]) -> bool:
     """Whether a run had so long a slow spell that its queue outlasts it; that goes by the host alone."""
     windows = np.lib.stride_tricks.sliding_window_view(slow, min(SPELL_EPOCHS, slow.size))
     return bool(windows.all(axis=1).any())
-
-
-def with_queue(slow: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The slow epochs [n] and those right after each, in which its queue may still show."""
-    found = slow.copy()
-    for later in range(1, AFTER_EPOCHS + 1):
-        found[later:] |= slow[:-later]
-    return found
 
 
 def host_slowness(

@@ -47,10 +47,15 @@ def undisturbed(
     python_ms = np.array([[sample["python_ms"] for sample in run] for run in samples])
     fastest_ms = float(python_ms.min()) if fastest_ms is None else fastest_ms
     slow: NDArray[np.bool_] = python_ms.max(axis=0) > SLOW_HOST * fastest_ms
-    kept = ~slow
+    return ~with_queue(slow)
+
+
+def with_queue(slow: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The slow epochs [n] and those right after each, in which its queue may still show."""
+    found = slow.copy()
     for later in range(1, AFTER_EPOCHS + 1):
-        kept[later:] &= ~slow[:-later]
-    return kept
+        found[later:] |= slow[:-later]
+    return found
 
 
 def mean_host_ms(states: Sequence[Mapping[str, Any]], kept: NDArray[np.bool_]) -> dict[str, float]:

@@ -3,7 +3,20 @@ from pathlib import Path
 
 import pytest
 
-from eval.claims import BEGIN, CLAIMS, END, MISSING, Args, hardware, main, table, with_table
+from eval.claims import (
+    BEGIN,
+    CLAIMS,
+    DISTURBED,
+    END,
+    LIVE,
+    MISSING,
+    RESULTS,
+    Args,
+    hardware,
+    main,
+    table,
+    with_table,
+)
 from hlem_env.errors import ArgumentError, ArtefactError
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +63,16 @@ def test_a_simulation_was_measured_on_nothing() -> None:
     preset = {"device": "cuda", "measured_on": "NVIDIA H200"}
     assert hardware({"preset": preset, "clock": "wall"}) == "NVIDIA H200"
     assert hardware({"preset": preset, "clock": "simulated"}) == "simulated"
+
+
+def test_what_a_slow_host_took_is_told_from_what_was_not_run(tmp_path: Path) -> None:
+    row = {"regime": "trend", "kv_policy": "scan_resistant", "allocation": "smart",
+           "saturated": [False], "over_lru_design": None, "over_best_static": None}  # fmt: skip
+    record = {"rows": [row], "disturbed": ["trend-lru-static-090-seed3"], "device": "GPU"}
+    (tmp_path / LIVE).write_text(json.dumps(record))
+    lines = [line for line in table(tmp_path).splitlines() if f"({RESULTS / LIVE})" in line]
+    found = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines}
+    assert [name for name, figure in found.items() if figure == DISTURBED] == [
+        "Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point"
+    ]
+    assert found["Trend, over scan-resistant KV with the best static split"] == MISSING

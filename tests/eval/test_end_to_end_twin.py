@@ -86,6 +86,9 @@ def test_a_run_with_a_slow_spell_does_not_count(tmp_path: Path) -> None:
     found = twin(tmp_path, tmp_path.parent / "out.json")
     assert [row["disturbed"] for row in found["rows"]] == [True, False, False]
     assert found["summary"]["disturbed"] == 1 and found["over_alpha"] == []
+    # It slows that run down, in the surrogate alone; how far off it is with it is told, too.
+    with_it = found["summary"]["largest_p99_error_with_disturbed"]
+    assert with_it > found["summary"]["largest_p99_error"]
 
 
 def test_what_is_no_live_run_is_refused(tmp_path: Path) -> None:

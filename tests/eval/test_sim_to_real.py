@@ -14,12 +14,12 @@ from eval.host_slowness import (
     missed_rows,
     slow_epochs,
     typical_host_ms,
-    with_queue,
 )
 from eval.sim_to_real import Args, main
 from eval.sim_to_real_report import compare, rank_correlation
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
+from hlem_env.live.machine_state import with_queue
 from hlem_env.surrogate.hardware import HardwareProfile, NodeProfile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
