@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from eval.end_to_end_plan import SCAN_RESISTANT, Run, make
+from eval.machine_speed import machine_speed
 from eval.pieces import Slice
 from eval.records import SATURATION
 from hlem_env.backend import Backend, Runner, run_controller
-from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.machine_state import MachineState
 from hlem_env.live.node import LiveNode
@@ -83,22 +83,18 @@ class Bench(ABC):
     def speed(self) -> float:
         """Of the machine of the first slice over the preset's: all slices get the same requests."""
         if self._speed is None:
-
-            def measure() -> Mapping[str, Any]:
-                probe_ms = self.probe_ms()
-                return {"probe_ms": probe_ms, "speed": self.config.probe_ms / probe_ms}
-
-            self._speed = float(self.slice.once("speed", measure)["speed"])
+            self.set_speed(None)
+            assert self._speed is not None
         return self._speed
 
-    def set_speed(self, speed: float) -> None:
+    def set_speed(self, given: float | None) -> None:
         """Take it as the machine's, instead of a probe's.
 
         Raises:
             ArgumentError: the folder has another one.
         """
-        self._speed = float(self.slice.once("speed", lambda: {"speed": speed})["speed"])
-        require(self._speed == speed, "--speed", speed, f"{self._speed}, as in --records")
+        preset_ms = self.config.probe_ms
+        self._speed = machine_speed(self.slice, "speed", given, preset_ms, self.probe_ms)
 
     def scenario(self, run: Run, epochs: int, load: float) -> Scenario:
         """The requests of a run."""

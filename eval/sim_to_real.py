@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from eval.host_slowness import host_slowness, missed_rows
+from eval.machine_speed import machine_speed
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -41,6 +42,8 @@ LEAST_UNDISTURBED = 0.5
 """A run with less than this share of undisturbed epochs is disturbed, and counts in no figure."""
 NO_RULES = {"only_graphs": False, "prefetch_beside": 0}
 """For batches, of a preset; records that are older than these had none."""
+MOST_SPEED = 100.0
+"""Times the preset's machine."""
 START_S = 75.0
 """That a node needs before its first piece."""
 
@@ -66,6 +69,9 @@ class Args:
     """seeds; two tell the live node's own noise"""
     load: float = 0.85
     """factor on the preset's request rate"""
+    speed: tuple[float, ...] = ()
+    """of the machine over the preset's, for each depth, by which the rates are scaled, too; by default by a
+    probe, once for a folder, which hangs on how fast the host happens to be"""
     epoch_seconds: float | None = None
     """by default at most 1"""
     settle_epochs: int = 2
@@ -101,6 +107,8 @@ class Args:
         for name in ("seconds", "repeats", "load", "epochs", "draws"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         require(self.settle_epochs >= 0, "settle_epochs", self.settle_epochs, "0 or more")
+        for speed in self.speed:
+            require(0 < speed <= MOST_SPEED, "speed", speed, f"above 0, up to {MOST_SPEED:g}")
         for alpha in self.alphas:
             require(0 <= alpha <= 1, "alphas", alpha, "0 to 1")
         alone = not self.report and self.share == (1, 1)
@@ -135,6 +143,10 @@ class Setting:
         seconds = args.epoch_seconds or min(preset.epoch_seconds, 1.0)
         self.args, self.config = args, replace(preset, epoch_seconds=seconds)
         depths = args.layers or tuple(dict.fromkeys((preset.layers, max(preset.layers // 2, 1))))
+        known = f"one for each of {', '.join(map(str, depths))} layers"
+        require(len(args.speed) in (0, len(depths)), "--speed", args.speed, known)
+        self.speeds = dict(zip(depths, args.speed, strict=False))
+        """Given, by depth."""
         self.runs = [
             Run(layers, regime, round(100 * alpha), seed)
             for seed in range(1, args.repeats + 1)
@@ -316,13 +328,11 @@ class Live:
         return {"run": asdict(run), **about, "live": measured, "machine_state": samples}
 
     def speed(self, run: Run) -> float:
-        """Load of a depth over the preset's, from the probe; measured once."""
-
-        def measure() -> Mapping[str, Any]:
-            probe_ms = self._at(run).probe_ms()
-            return {"probe_ms": probe_ms, "speed": self._setting.config.probe_ms / probe_ms}
-
-        return float(self._slice.once(f"speed-{run.layers}-layers", measure)["speed"])
+        """Load of a depth over the preset's, given or from the probe."""
+        return machine_speed(
+            self._slice, f"speed-{run.layers}-layers", self._setting.speeds.get(run.layers),
+            self._setting.config.probe_ms, lambda: self._at(run).probe_ms(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give the node's memory back."""

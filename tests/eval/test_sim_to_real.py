@@ -196,3 +196,17 @@ def test_a_slow_spell_makes_a_run_disturbed_and_moments_do_not() -> None:
     states[9]["cold_host_ms"] = 1.5
     assert is_disturbed(slow_epochs(states, 1.0))
     assert not slow_epochs([{"python_ms": 9.0}], typical_host_ms([])).any()
+
+
+def test_a_given_speed_takes_the_place_of_the_probe(files: dict[str, Any]) -> None:
+    (files["records"] / "speed-2-layers.json").unlink()
+    args = Args(**files, alphas=(0.1,), settle_epochs=0, epochs=1, epoch_seconds=0.05, speed=(0.8,))
+    assert main(args) == 0
+    record = json.loads((args.records / "2-layers-trend-010-seed1.json").read_text())
+    assert record["speed"] == 0.8
+    with pytest.raises(ArgumentError, match=r"--speed=0.9 .*allowed: 0.8"):
+        main(replace(args, speed=(0.9,), alphas=(0.1, 0.2)))
+    with pytest.raises(ArgumentError, match="one for each of 2 layers"):
+        main(replace(args, speed=(0.8, 0.8)))
+    with pytest.raises(ArgumentError, match="above 0"):
+        replace(args, speed=(-1.0,))
