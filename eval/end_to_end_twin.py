@@ -19,6 +19,7 @@ from rich.table import Table
 
 from eval.end_to_end_plan import LRU, Run
 from eval.host_slowness import (
+    States,
     host_slowness,
     is_disturbed,
     missed_rows,
@@ -118,11 +119,14 @@ def live_figures(record: Mapping[str, Any], kept: Epochs) -> dict[str, float]:
 def compare(
     records: Mapping[str, Mapping[str, Any]], profile: NodeProfile, args: Args
 ) -> list[dict[str, Any]]:
-    """A row for each live run, by the name of its file."""
-    typical_ms = typical_host_ms([record["machine_state"] for record in records.values()])
+    """A row for each live run, by folder and file. A host is slow beside the others of its folder."""
+    hosts: dict[str, list[States]] = {}
+    for name, record in records.items():
+        hosts.setdefault(folder_of(name), []).append(record["machine_state"])
+    typical_ms = {folder: typical_host_ms(runs) for folder, runs in hosts.items()}
     rows = []
     for name, record in records.items():
-        slow = slow_epochs(record["machine_state"], typical_ms)
+        slow = slow_epochs(record["machine_state"], typical_ms[folder_of(name)])
         disturbed = is_disturbed(slow)
         kept = np.ones_like(slow) if disturbed else ~with_queue(slow)
         live, sim = live_figures(record, kept), simulate(record, profile, kept, args)
@@ -265,6 +269,11 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         side.set_minor_formatter("{x:g}")
     axis.legend(frameon=False, loc="upper left")
     figure.savefig(path, dpi=130)
+
+
+def folder_of(name: str) -> str:
+    """Of a record that `read` has named."""
+    return name.rpartition("/")[0]
 
 
 def read(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:

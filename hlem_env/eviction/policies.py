@@ -73,12 +73,12 @@ class _Recency:
 
     def admit(self, keys: Keys, now: Times) -> NDArray[np.bool_]:
         """See `EvictionPolicy.admit`."""
-        scores = self.worth(keys, now)
-        victims = self.pick_victims(max(keys.size, 1), np.empty(0, np.int64), now)
-        best = np.argsort(-scores, kind="stable")[: victims.size]
-        mask = np.zeros(keys.size, np.bool_)
-        mask[best] = scores[best] > self._users["score"][victims[: best.size]]
-        return mask
+        self._reserve_for(keys)
+        self._size, mask = _admit(
+            self._users, self._heap, self._size, self._pins, self._pinned, keys
+        )
+        admitted: NDArray[np.bool_] = mask
+        return admitted
 
     def describe(self, keys: Keys, sizes: NDArray[np.int64]) -> None:
         """See `EvictionPolicy.describe`; not heeded."""
@@ -100,7 +100,7 @@ class _Recency:
     def on_insert(self, keys: Keys, now: Times) -> None:
         """See `EvictionPolicy.on_insert`."""
         if keys.size:
-            self._reserve(int(keys.max()) + 1)
+            self._reserve_for(keys)
             self._size = _insert(self._users, self._heap, self._size, keys)
 
     def on_remove(self, keys: Keys) -> None:
@@ -110,18 +110,17 @@ class _Recency:
     def pick_victims(self, n: int, incoming: Keys, now: Times) -> NDArray[np.int64]:
         """See `EvictionPolicy.pick_victims`."""
         require(n >= 1, "n", n, "1 or more")
-        below = float(self.worth(incoming, now).min()) if incoming.size else math.inf
-        out = np.empty(min(n, self._size), np.int64)
-        taken = np.empty(out.size + self._pinned, np.int64)
-        self._size, count = _lowest(
-            self._users, self._heap, self._size, self._pins, below, out, taken
+        self._reserve_for(incoming)
+        self._size, victims = _pick(
+            self._users, self._heap, self._size, self._pins, self._pinned, n, incoming
         )
-        return out[:count]
+        slots: NDArray[np.int64] = victims
+        return slots
 
     def pin(self, keys: Keys) -> None:
         """See `EvictionPolicy.pin`."""
         if keys.size:
-            self._reserve(_highest(keys) + 1)
+            self._reserve_for(keys)
             self._pinned += _pin(self._pins, keys)
 
     def unpin(self, keys: Keys) -> None:
@@ -139,8 +138,7 @@ class _Recency:
 
     def worth(self, keys: Keys, now: Times) -> NDArray[np.float64]:
         """See `EvictionPolicy.worth`: the scores, whose order does not depend on the time."""
-        if keys.size:
-            self._reserve(int(keys.max()) + 1)
+        self._reserve_for(keys)
         scores: NDArray[np.float64] = self._users["score"][keys]
         return scores
 
@@ -171,6 +169,11 @@ class _Recency:
             if self._rule == recency.SCAN_RESISTANT:
                 recency.rebase(self._users, self._heap, self._size, float(half_lives))
             self._origin_s += half_lives * self._half_life_s
+
+    def _reserve_for(self, keys: Keys) -> None:
+        """Make room for these, and all below them."""
+        if keys.size:
+            self._reserve(_highest(keys) + 1)
 
     def _reserve(self, keys: int) -> None:
         """Make room for keys 0 to `keys` - 1."""
@@ -265,6 +268,34 @@ def _insert(users: Any, heap: Any, size: int, keys: Any) -> int:
         users[keys[i]].pages = 1  # for the heap's functions: resident
         size = recency.push(users, heap, size, keys[i])
     return size
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _pick(
+    users: Any, heap: Any, size: int, pins: Any, pinned: int, most: int, incoming: Any
+) -> tuple[int, Any]:
+    """Up to `most` keys that are worth less than each that comes in; and the heap's size before them."""
+    below = np.inf
+    for key in incoming:
+        below = min(below, users[key].score)
+    out = np.empty(min(most, size), np.int64)
+    taken = np.empty(out.size + pinned, np.int64)
+    size, count = _lowest(users, heap, size, pins, below, out, taken)
+    return size, out[:count]
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _admit(users: Any, heap: Any, size: int, pins: Any, pinned: int, keys: Any) -> tuple[int, Any]:
+    """The heap's size, and which keys [n] are worth more than the victim that is their match."""
+    size, victims = _pick(users, heap, size, pins, pinned, max(keys.size, 1), keys[:0])
+    scores = np.empty(keys.size)
+    for i in range(keys.size):
+        scores[i] = users[keys[i]].score
+    best = np.argsort(-scores, kind="mergesort")
+    mask = np.zeros(keys.size, np.bool_)
+    for i in range(min(best.size, victims.size)):
+        mask[best[i]] = scores[best[i]] > users[victims[i]].score
+    return size, mask
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")

@@ -291,9 +291,11 @@ class KvCache:
         cached, pages_before = records["length"][slots], records["pages"][slots]
         self._set_in_flight(slots, pages_before)
         admitted, more = self._admit(slots, lengths, pages_before, times)
-        self._extend(slots[admitted], more[admitted], prefixes[admitted], times[admitted])
+        if np.count_nonzero(admitted):
+            self._extend(slots[admitted], more[admitted], prefixes[admitted], times[admitted])
         pages = self._entries.pages_from(slots, np.zeros(slots.size, np.int32))
-        self.pool.pin(pages)
+        if pages.size:
+            self.pool.pin(pages)
         stop = cached.copy()
         stop[admitted] = lengths[admitted]
         return KvBatch(
@@ -446,16 +448,19 @@ class KvCache:
     ) -> None:
         """Drop entries that the requests cannot reuse, and tell the policy of hits and misses."""
         found = self._entries.visit(slots, lengths, new, prefixes, self.model_version)
-        hit = found == HIT
         self._policy.describe(slots, lengths)
-        if np.count_nonzero(hit) == slots.size:
+        if (kinds := set(found.tolist())) == {HIT}:
             self._policy.on_hit(slots, times)
-            return
-        self._policy.on_hit(slots[hit], times[hit])
-        self._policy.on_miss(slots[~hit], times[~hit])
-        stale = slots[found == STALE]
-        self.invalidated += stale.size
-        self._drop(stale)
+        elif HIT not in kinds:
+            self._policy.on_miss(slots, times)
+        else:
+            hit = found == HIT
+            self._policy.on_hit(slots[hit], times[hit])
+            self._policy.on_miss(slots[~hit], times[~hit])
+        if STALE in kinds:
+            stale = slots[found == STALE]
+            self.invalidated += stale.size
+            self._drop(stale)
 
     def _set_in_flight(self, slots: Slots, pages: NDArray[np.int32]) -> None:
         self._policy.pin(slots)
@@ -503,20 +508,17 @@ class KvCache:
 
         At most log2(entries) rounds, since every round's victims are different entries.
         """
-        records = self._entries.records
         n = _MORE_VICTIMS + pages * self._count // self.used_pages
         while True:
             slots = self._policy.pick_victims(n, incoming, now)
-            good = (records["row"][slots] >= 0) & ~records["in_flight"][slots]
-            if not good.all() or np.unique(slots).size < slots.size:
+            count, good = self._entries.first_to_free(slots, pages)
+            if not good:
                 raise BackendError(
                     f"the policy {type(self._policy).__name__} offers victims that are not cached, "
                     f"are in flight or stand there twice: slots {slots.tolist()[:16]}"
                 )
-            freed = np.cumsum(records["pages"][slots], dtype=np.int64)
-            enough = int(np.searchsorted(freed, pages))
-            if enough < slots.size:
-                return slots[: enough + 1]
+            if count <= slots.size:
+                return slots[:count]
             if slots.size < n:
                 return None
             n *= 2
@@ -532,14 +534,14 @@ class KvCache:
         pages = self._entries.pages_from(slots, np.zeros(slots.size, np.int32))
         self.pool.free_pages(pages)
         self.used_pages -= pages.size
-        self._tokens -= int(self._entries.records["length"][slots].sum(dtype=np.int64))
-        self._forget_entries(slots)
+        self._tokens -= self._forget_entries(slots)
         return int(pages.size)
 
-    def _forget_entries(self, slots: Slots) -> None:
+    def _forget_entries(self, slots: Slots) -> int:
+        """Returns the tokens that they held."""
         self._count -= slots.size
         self._policy.on_remove(slots)
-        self._entries.drop_rows(slots)
+        return self._entries.drop_rows(slots)
 
     def _extend(
         self,
@@ -565,7 +567,8 @@ class KvCache:
         if not batch.running:
             raise BackendError(f"the batch of users {batch.users.tolist()[:8]} ended already")
         batch.running = False
-        self.pool.unpin(batch.pinned)
+        if batch.pinned.size:
+            self.pool.unpin(batch.pinned)
         self._policy.unpin(batch.slots)
         self._pinned_pages -= batch.pinned.size
         self._entries.records["in_flight"][batch.slots] = False

@@ -1,3 +1,4 @@
+# mypy: disallow-untyped-calls=False
 """What the KV cache knows of its users: a dense slot each, and the pages of those with an entry."""
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class KvEntries:
         self.table: NDArray[np.int32] = np.full((entries, pages_per_entry), -1, np.int32)
         """[entries, pages_per_entry]; only an entry's first `pages` columns mean anything."""
         self._most_users = most_users
+        self._stamp: NDArray[np.int64] = np.zeros(0, np.int64)
         self._slot_of: dict[tuple[int, int], int] = {}
         self._free_slots: list[int] = []
         self._free_rows = list(range(entries - 1, -1, -1))
@@ -105,11 +107,7 @@ class KvEntries:
         for i in new.tolist():
             slots[i] = slot = self._free_slots.pop()
             self._slot_of[int(kind), ids[i]] = slot
-        added = slots[new]
-        self.records[added] = np.zeros((), RECORD)
-        self.records["id"][added] = [ids[i] for i in new.tolist()]
-        self.records["kind"][added] = kind
-        self.records["row"][added] = -1
+        _start(self.records, slots[new], np.array([ids[i] for i in new.tolist()]), int(kind))
 
     def visit(
         self,
@@ -147,11 +145,22 @@ class KvEntries:
         for slot in slots.tolist():
             self.records["row"][slot] = self._free_rows.pop()
 
-    def drop_rows(self, slots: Slots) -> None:
-        """Take the entries away; their pages are the caller's to free."""
-        self._free_rows.extend(self.records["row"][slots].tolist())
-        for name, value in (("row", -1), ("pages", 0), ("length", 0)):
-            self.records[name][slots] = value
+    def drop_rows(self, slots: Slots) -> int:
+        """Take the entries away; their pages are the caller's to free. Returns the tokens that they held."""
+        rows, tokens = _drop_rows(self.records, slots)
+        self._free_rows.extend(rows.tolist())
+        return int(tokens)
+
+    def first_to_free(self, slots: Slots, pages: int) -> tuple[int, bool]:
+        """Whether so many pages can be freed, least worthy first.
+
+        Returns
+        -------
+        How many of the entries [n] it takes, n + 1 where all are too few; and whether all n are different
+        entries without a request in flight.
+        """
+        count, good = _first_to_free(self.records, self._stamp, slots, pages)
+        return int(count), bool(good)
 
     def pages_from(self, slots: Slots, first: NDArray[np.int32]) -> NDArray[np.int64]:
         """Pages of entries [n], each from its page number `first` on, one after the other."""
@@ -167,6 +176,7 @@ class KvEntries:
         before = self.records.size
         self.records = np.concatenate((self.records, np.zeros(slots - before, RECORD)))
         self.records["row"][before:] = -1
+        self._stamp = np.zeros(slots, np.int64)
         self._free_slots.extend(range(slots - 1, before - 1, -1))
 
     def _forget(self, needed: int, asked: Slots, policy: EvictionPolicy) -> None:
@@ -203,6 +213,50 @@ def _first_in_flight(records: Any, slots: Any) -> int:
         if slots[i] >= 0 and records[slots[i]].in_flight:
             return i
     return -1
+
+
+@numba.njit([types.void(_RECORDS, _INTS, _INTS, types.int64)], cache=True)
+def _start(records: Any, slots: Any, ids: Any, kind: int) -> None:
+    """Users without an entry, of whom nothing is known yet."""
+    for i in range(slots.size):
+        one = records[slots[i]]
+        one.id, one.kind, one.row = ids[i], kind, -1
+        one.in_flight = False
+        one.pages = one.length = one.seen = 0
+        one.version = one.prefix = 0
+
+
+@numba.njit([types.Tuple((types.int64[::1], types.int64))(_RECORDS, _INTS)], cache=True)
+def _drop_rows(records: Any, slots: Any) -> tuple[NDArray[np.int64], int]:
+    """Rows [n] that the entries had, and the tokens in them."""
+    rows, tokens = np.empty(slots.size, np.int64), 0
+    for i in range(slots.size):
+        one = records[slots[i]]
+        rows[i] = one.row
+        tokens += one.length
+        one.row, one.pages, one.length = -1, 0, 0
+    return rows, tokens
+
+
+@numba.njit(
+    [types.Tuple((types.int64, types.b1))(_RECORDS, types.int64[::1], _INTS, types.int64)],
+    cache=True,
+)  # fmt: skip
+def _first_to_free(records: Any, stamp: Any, slots: Any, pages: int) -> tuple[int, bool]:
+    """Of `KvEntries.first_to_free`. Changes `stamp` alone."""
+    good, count, freed = True, slots.size + 1, 0
+    for i in range(slots.size):
+        if slots[i] < 0 or slots[i] >= records.size:
+            return count, False
+        one = records[slots[i]]
+        good &= one.row >= 0 and not one.in_flight
+        stamp[slots[i]] = i  # of one that stands there twice only the last stays
+        freed += one.pages
+        if freed >= pages and count > i:
+            count = i + 1
+    for i in range(slots.size):
+        good &= stamp[slots[i]] == i
+    return count, good
 
 
 @numba.njit([types.int8[::1](_RECORDS, _INTS, _INTS, _INTS, _HASHES, types.int64)], cache=True)

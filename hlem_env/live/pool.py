@@ -205,7 +205,7 @@ class Pool:
         """
         ids = self._ids(pages, "freed")
         pinned = self._pins[ids] > 0
-        if pinned.any():
+        if np.count_nonzero(pinned):
             waiting = ids[pinned]
             self._pending[waiting] = True
             self._add(self._pending_count, waiting, 1)
