@@ -211,6 +211,7 @@ def figures(stats: list[EpochStats], alphas: list[list[int]], slo_ms: float) -> 
         "utilisation": whole.utilisation,
         "requests": whole.requests,
         "movement": float(np.abs(steps).sum()) / 100,
+        "evictions": whole.evictions,
         "refill_bytes": whole.refill_bytes,
         "prefetch_bytes": whole.prefetch_bytes,
         "backlog": whole.backlog,

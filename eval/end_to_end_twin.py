@@ -19,10 +19,10 @@ from rich.table import Table
 
 from eval.end_to_end_plan import LRU, Run
 from eval.host_slowness import (
+    ColdWork,
     States,
     host_slowness,
     is_disturbed,
-    missed_rows,
     slow_epochs,
     typical_host_ms,
 )
@@ -86,7 +86,7 @@ def simulate(
     # In the warm-up, which comes first, it is not recorded: the mean stands for it.
     slowness = host_slowness(
         record["machine_state"], kept, profile, config.layers,
-        missed_rows(config, record["emb_hit"]), 1 + len(alphas),
+        ColdWork.of(config, record), 1 + len(alphas),
     )  # fmt: skip
     if not args.host_speed:
         slowness = np.ones_like(slowness)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 from hlem_env.errors import require
 from hlem_env.live.config import LiveConfig
 from hlem_env.live.host_time import COLD_HOST
-from hlem_env.live.machine_state import COLD_HOST_ROW, HOST_INSTRUMENTS, mean_host_ms
+from hlem_env.live.machine_state import (
+    COLD_HOST_EVICT,
+    COLD_HOST_ROW,
+    HOST_INSTRUMENTS,
+    mean_host_ms,
+)
 from hlem_env.surrogate.hardware import NodeProfile
 
 Floats = NDArray[np.float64]
@@ -27,6 +32,21 @@ SPELL_EPOCHS = 3
 time took nine more to work off its queue."""
 States = Sequence[Mapping[str, Any]]
 """Of a run, one after each epoch: `hlem_env.live.machine_state`."""
+
+
+class ColdWork(NamedTuple):
+    """What the host's time for a request of mean length with nothing cached goes with."""
+
+    missed_rows: float
+    evicted: float
+    """KV entries; 0 in records that do not tell."""
+
+    @classmethod
+    def of(cls, config: LiveConfig, run: Mapping[str, Any]) -> ColdWork:
+        """On average over a run, by its hit rates and counts."""
+        rows = (config.mean_history_tokens + config.candidates) * config.tables
+        cold = max(run["requests"] * (1.0 - run["kv_hit"]), 1.0)
+        return cls((1.0 - run["emb_hit"]) * rows, run.get("evictions", 0) / cold)
 
 
 def typical_host_ms(runs: Sequence[States]) -> float:
@@ -54,7 +74,7 @@ def host_slowness(
     kept: NDArray[np.bool_],
     profile: NodeProfile,
     layers: int,
-    missed: float,
+    work: ColdWork,
     epochs: int,
 ) -> Floats:
     """What the host took in each epoch of a run over what it took in the calibration.
@@ -64,7 +84,7 @@ def host_slowness(
         kept: bool [measured epochs], which count.
         profile: of the calibration.
         layers: of the run's model.
-        missed: `missed_rows` of the run.
+        work: of the run.
         epochs: those before the measured ones, too.
 
     Returns:
@@ -81,11 +101,10 @@ def host_slowness(
         return np.full(epochs, mean[name] / then[name])
     found = np.array([state.get(name, 0.0) for state in states])
     found = np.concatenate([np.zeros(epochs - found.size), found])  # the first may not be known
-    as_fast_ms = then[name] + then.get(COLD_HOST_ROW, 0.0) * missed
+    as_fast_ms = (
+        then[name]
+        + then.get(COLD_HOST_ROW, 0.0) * work.missed_rows
+        + then.get(COLD_HOST_EVICT, 0.0) * work.evicted
+    )
     slowness = np.where(found > 0, found, mean[name]) / as_fast_ms
     return np.minimum(slowness, MOST_SLOWNESS)
-
-
-def missed_rows(config: LiveConfig, emb_hit: float) -> float:
-    """Of a request of mean length with nothing cached, at an embedding hit rate."""
-    return (1.0 - emb_hit) * (config.mean_history_tokens + config.candidates) * config.tables

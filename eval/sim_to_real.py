@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from eval.host_slowness import host_slowness, missed_rows
+from eval.host_slowness import ColdWork, host_slowness
 from eval.machine_speed import machine_speed
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
@@ -362,7 +362,7 @@ def simulate(setting: Setting, part: Slice, profile: NodeProfile) -> list[dict[s
             config = setting.at(Run(**record["run"]))
             slowness = host_slowness(
                 record.get("machine_state", ()), kept, profile, config.layers,
-                missed_rows(config, record["live"]["emb_hit"]), epochs,
+                ColdWork.of(config, record["live"]), epochs,
             )  # fmt: skip
         live = without(kept, record["live"])
         sim = without(kept, setting.simulate(record, now, slowness))

@@ -57,6 +57,7 @@ class Cell:
     missed_rows: float
     """Mean over the batches, as all that follows but `ms`."""
     hit_rows: float
+    evicted: float
     ahead: bool
     refilling: bool
     ms: float
@@ -112,6 +113,7 @@ def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell
                 kind, layers, alpha, np.array(history, float), np.array(cached, float),
                 float(np.mean([s["missed_rows"] for s in samples])),
                 float(np.mean([s["hit_rows"] for s in samples])),
+                float(np.mean([s.get("evicted", 0) for s in samples])),
                 ahead, refilling, float(np.median(times)), times, idle, host,
             )
         )  # fmt: skip
@@ -146,14 +148,14 @@ def eager(cell: Cell, terms: Terms) -> bool:
     return terms.cuda and new.size > 1 and float(new.max()) > GRAPH_TOKENS
 
 
-HOST_COLUMNS = 4
-"""Of `design`: overhead; further requests; no graph, each layer of it."""
+HOST_COLUMNS = 5
+"""Of `design`: overhead; further requests; no graph, each layer of it; evicted entries."""
 
 
 def design(cell: Cell, terms: Terms) -> Floats:
     """Columns: those of the host, pauses; missed rows, rows found; compute."""
     launched = float(eager(cell, terms))
-    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched]
+    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched, cell.evicted]
     pauses = [
         np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
     ]
@@ -306,6 +308,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(host[2]),
         eager_layer_ms=_round(host[3]),
+        evict_ms=_round(host[4]),
         mixed_slowdown=_round(mixed),
         lookup_overlaps=config.emulated_link_gbps is not None,
         ahead_ms=_round(ahead[0]),

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hlem_env.live.host_time import COLD_HOST
-from hlem_env.live.machine_state import COLD_HOST_ROW, mean_host_ms, undisturbed
+from hlem_env.live.machine_state import COLD_HOST_EVICT, COLD_HOST_ROW, mean_host_ms, undisturbed
 
 STREAM = "stream"
 """The kind of a batch that came as a load makes them."""
 LEAST_SPREAD = 0.2
-"""Of the missed rows over their mean, from which on what a row adds is fitted."""
+"""Of the missed rows over their mean, and of evicted entries, from which on what each adds is fitted."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,25 @@ class ColdHost:
     """Without a missed row; 0: it is not known."""
     row_ms: float
     """More, for each missed row."""
+    evict_ms: float = 0.0
+    """And for each KV entry evicted."""
 
     @classmethod
     def of(cls, raw: Sequence[Mapping[str, Any]]) -> ColdHost:
         """By least squares over the seconds of the streams of all depths."""
-        seconds = [(ms, rows) for depth in raw for ms, rows in _cold_seconds(depth) if ms > 0]
+        seconds = [second for depth in raw for second in _cold_seconds(depth) if second[0] > 0]
         if not seconds:
             return cls(0.0, 0.0)
-        ms, rows = np.array(seconds).T
-        if np.ptp(rows) < LEAST_SPREAD * rows.mean():  # the slope would be the host's ups and downs
-            return cls(float(ms.mean()), 0.0)
-        row_ms = max(float(np.cov(rows, ms, bias=True)[0, 1] / rows.var()), 0.0)
-        return cls(float(ms.mean() - row_ms * rows.mean()), row_ms)
+        ms, rows, evicted = np.array(seconds).T
+        # Without a spread the slope would be the host's ups and downs.
+        told = np.array([
+            np.ptp(rows) >= LEAST_SPREAD * rows.mean(), np.ptp(evicted) >= LEAST_SPREAD,
+        ])  # fmt: skip
+        columns = np.stack([rows, evicted]) * told[:, None]
+        scale = columns.max(axis=1, keepdims=True).clip(1e-12)
+        found, *_ = np.linalg.lstsq(np.stack([np.ones(ms.size), *columns / scale], axis=1), ms)
+        slopes = np.maximum(found[1:] / scale[:, 0], 0.0) * told
+        return cls(float((ms - slopes @ columns).mean()), *slopes.tolist())
 
     def slowness(self, depth: Mapping[str, Any]) -> NDArray[np.float64]:
         """What the host took around each sample of a depth over what it takes on average, [samples].
@@ -56,43 +63,47 @@ class ColdHost:
         samples, states = depth["samples"], depth.get("machine_state", ())
         ms = np.array([state.get(COLD_HOST, 0.0) for state in states])
         # The first state is of all batches since the start: nearly all are those timed by themselves.
-        alone = _cold_rows([sample for sample in samples if sample["kind"] != STREAM])
-        found = np.full(len(samples), ms[0] / self.at(alone) if states else 0.0)
+        alone = _cold_work([sample for sample in samples if sample["kind"] != STREAM])
+        found = np.full(len(samples), ms[0] / self.at(*alone) if states else 0.0)
         for begin, _, stream, second in _streams(depth):
             for number in np.unique(second):
                 of = stream[second == number]
-                found[of] = ms[begin + number] / self.at(_cold_rows([samples[i] for i in of]))
+                found[of] = ms[begin + number] / self.at(*_cold_work([samples[i] for i in of]))
         return found
 
-    def at(self, missed_rows: float) -> float:
-        """Milliseconds, for so many missed rows."""
-        return self.ms + self.row_ms * missed_rows
+    def at(self, missed_rows: float, evicted: float) -> float:
+        """Milliseconds, for so many missed rows and evicted entries."""
+        return self.ms + self.row_ms * missed_rows + self.evict_ms * evicted
 
 
 def mean_ms(depth: Mapping[str, Any], cold_host: ColdHost) -> dict[str, float]:
     """How fast the host was beside a depth's streams (`mean_host_ms`): what its times are to be held against.
 
-    `cold_host_ms`, which depends on no depth, is that without a missed row; `cold_host_row_ms` that for each.
+    `cold_host_ms`, which depends on no depth, is that without a missed row or an evicted entry;
+    `cold_host_row_ms` and `cold_host_evict_ms` are those for each.
     """
     states = depth.get("machine_state", ())
     found = mean_host_ms(states, undisturbed([states])) if states else {}
     if COLD_HOST in found:
-        found |= {COLD_HOST: cold_host.ms, COLD_HOST_ROW: cold_host.row_ms}
+        found |= {COLD_HOST: cold_host.ms, COLD_HOST_ROW: cold_host.row_ms,
+                  COLD_HOST_EVICT: cold_host.evict_ms}  # fmt: skip
     return found
 
 
-def _cold_seconds(depth: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
-    """Of each second of a depth's streams: `cold_host_ms`, and the mean of missed rows of such batches."""
+def _cold_seconds(depth: Mapping[str, Any]) -> Iterator[tuple[float, float, float]]:
+    """Of each second of a depth's streams: `cold_host_ms`, and `_cold_work`."""
     samples, states = depth["samples"], depth.get("machine_state", ())
     for begin, _, stream, second in _streams(depth):
         for number in np.unique(second):
-            rows = _cold_rows([samples[i] for i in stream[second == number]])
-            yield float(states[begin + number].get(COLD_HOST, 0.0)), rows
+            rows, evicted = _cold_work([samples[i] for i in stream[second == number]])
+            yield float(states[begin + number].get(COLD_HOST, 0.0)), rows, evicted
 
 
-def _cold_rows(samples: Sequence[Mapping[str, Any]]) -> float:
-    rows = [s["missed_rows"] for s in samples if list(s["cached"]) == [0]]
-    return float(np.mean(rows)) if rows else 0.0
+def _cold_work(samples: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Mean missed rows and evicted entries of a request alone with nothing cached."""
+    work = [(s["missed_rows"], s.get("evicted", 0)) for s in samples if list(s["cached"]) == [0]]
+    rows, evicted = np.mean(work, axis=0) if work else (0.0, 0.0)
+    return float(rows), float(evicted)
 
 
 def kept(depth: Mapping[str, Any]) -> NDArray[np.bool_]:

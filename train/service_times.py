@@ -38,7 +38,8 @@ DELTAS = (0.03, 0.1, 0.3)
 MIXED = (1, 4)
 """Cached requests beside one of which nothing is."""
 MOST_WARMING = 400
-STREAM_ALPHAS_CENTI = (10, 35, 80)
+STREAMS = (("scan_resistant", 10), ("scan_resistant", 35), ("scan_resistant", 80), ("lru", 90))
+"""KV policy and alpha of each, hundredths; no alpha twice. Under LRU nearly every request evicts another."""
 STREAM_LOAD = 0.85
 """Of the preset's rate, in proportion to the machine's speed."""
 STREAM_HOT_SHARE = 0.4
@@ -67,6 +68,8 @@ class Sample:
     ms: float
     idle_ms: float = 0.0
     """In a stream: how long the server had waited for the batch; 0 of the first one noted."""
+    evicted: int = 0
+    """KV entries that went for it."""
 
 
 class Bench:
@@ -138,13 +141,16 @@ class Bench:
         """Run a batch to its completion, and note what it took."""
         node = self.node
         node.take_ahead_bytes()  # waits for what is still under way
-        refilling = node.refill.refilling
+        refilling, evicted = node.refill.refilling, node.kv.evictions
         done = self.execute(requests, waiting)
-        self.note(kind, requests, done, refilling, prefetch_bytes=node.take_ahead_bytes().prefetch)
+        self.note(
+            kind, requests, done, refilling, prefetch_bytes=node.take_ahead_bytes().prefetch,
+            evicted=node.kv.evictions - evicted,
+        )  # fmt: skip
 
     def note(
         self, kind: str, requests: Requests, done: Executed, refilling: bool, idle_ms: float = 0.0,
-        prefetch_bytes: int = 0,
+        prefetch_bytes: int = 0, evicted: int = 0,
     ) -> None:  # fmt: skip
         """Note what a batch took; nothing waits for the device."""
         sample = Sample(
@@ -159,6 +165,7 @@ class Bench:
             prefetch_bytes=prefetch_bytes,
             ms=1e3 * done.device_s,
             idle_ms=idle_ms,
+            evicted=evicted,
         )
         self.samples.append(sample)
 
@@ -183,10 +190,12 @@ class Stream(LiveBackend):
             return super().execute(batch, waiting, now_s)
         node, now = self.node, self.node.time_source.now
         idle_ms = 0.0 if self._done_s is None else 1e3 * (now() - self._done_s)
-        refilling = node.refill.refilling
+        refilling, evicted = node.refill.refilling, node.kv.evictions
         done = super().execute(batch, waiting, now_s)
         self._done_s = now()
-        self._bench.note(STREAM, batch, done, refilling, idle_ms)
+        self._bench.note(
+            STREAM, batch, done, refilling, idle_ms, evicted=node.kv.evictions - evicted
+        )
         return done
 
 
@@ -273,12 +282,12 @@ def run_streams(bench: Bench, seconds: float) -> list[dict[str, Any]]:
     """
     state, samples = MachineState(bench.node), list[dict[str, Any]]()
     node, config = bench.node, bench.config
-    kv_policy, node.kv_policy = node.kv_policy, "scan_resistant"
+    before = node.kv_policy
     speed = config.probe_ms / node.probe_ms()
     scenario = Scenario(
         steady_hot_share=STREAM_HOT_SHARE, utilisation=STREAM_LOAD * config.utilisation
     )
-    for alpha_centi in STREAM_ALPHAS_CENTI:
+    for node.kv_policy, alpha_centi in STREAMS:
         stream = Stream(live_workload(scenario, config, node.entries_in_pool, speed), bench)
         stream.reset(STREAM_SEED)
         bench.alpha_centi = alpha_centi
@@ -286,7 +295,7 @@ def run_streams(bench: Bench, seconds: float) -> list[dict[str, Any]]:
             for _ in range(round(seconds / config.epoch_seconds)):
                 stream.run(alpha_centi, config.epoch_seconds)
                 samples.append(state.sample())
-    node.kv_policy = kv_policy
+    node.kv_policy = before
     node.reset(USERS)
     return samples
 

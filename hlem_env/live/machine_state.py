@@ -27,6 +27,8 @@ SLOW_HOST = 3.3
 the first spell that was caught, in which a node took several times as long for everything, 3.7 and 5.2."""
 COLD_HOST_ROW = "cold_host_row_ms"
 """In a profile: what each missed row adds to `cold_host_ms`."""
+COLD_HOST_EVICT = "cold_host_evict_ms"
+"""And each KV entry that such a request evicts."""
 HOST_INSTRUMENTS = (COLD_HOST, "python_ms")
 """Of the host's speed, the one of more moments first."""
 AFTER_EPOCHS = 3

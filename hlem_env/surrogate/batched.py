@@ -95,6 +95,7 @@ _BATCHING = np.dtype(
         ("eager_ms", "f8"),
         ("mixed_slowdown", "f8"),
         ("lookup_overlaps", "i8"),
+        ("evict_ms", "f8"),
         ("ahead_ms", "f8"),
         ("ahead_hidden", "f8"),
         ("prefetch_tokens", "i8"),
@@ -278,6 +279,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
         total, longest_new = 0, 0
         compute_total = fresh = again = 0.0
         reach = clock.reach
+        evicted = -clock.evictions
         for k in range(count):
             i = first + k
             one = opened[k]
@@ -302,6 +304,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
             fresh += mine
             again += one.again
 
+        evicted += clock.evictions
         missing = miss_probability(curve, reach)
         missed = distinct_rows(curve, reach + fresh) - distinct_rows(curve, reach)
         ahead = min(batching.ahead_rows, missed)
@@ -328,6 +331,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
             compute_total *= 1.0 + batching.mixed_slowdown
         batch_ms = run.overhead_ms + batching.request_ms * (count - 1) + compute_total + rows_ms
         eager = count > 1 and longest_new > batching.graph_tokens and batching.graph_tokens > 0
+        batch_ms += batching.evict_ms * evicted
         if eager:
             batch_ms += batching.eager_ms
         if idle_ms.size > 1:
@@ -490,6 +494,7 @@ class BatchedBackend(SurrogateBackend):
             "eager_ms": hardware.eager_ms + node.layers * hardware.eager_layer_ms,
             "mixed_slowdown": hardware.mixed_slowdown,
             "lookup_overlaps": hardware.lookup_overlaps,
+            "evict_ms": hardware.evict_ms,
             "ahead_ms": hardware.ahead_ms,
             "ahead_hidden": hardware.ahead_hidden,
             "prefetch_tokens": hardware.prefetch_tokens,

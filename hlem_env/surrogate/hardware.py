@@ -116,6 +116,7 @@ class NodeProfile(HardwareProfile):
                 + layers x sum of the requests' compute, x mixed where some are cached and some not
                 + rows (misses over the link, lookups in memory), less what prefetch brought
                 + ahead, where it plans a prefetch, less the share `ahead_hidden` of a graph's compute
+                + evict, for each KV entry that goes for one of the requests
                 + after_idle, by how long the server had nothing to do
 
     `overhead_ms` is that of a batch of one request. Before each batch the serving loop takes `loop_ms`, and
@@ -141,6 +142,8 @@ class NodeProfile(HardwareProfile):
     """Share by which compute slows down in a batch in which some requests are cached and some not."""
     lookup_overlaps: bool = False
     """Looking rows up in memory and waiting for the link happen at once (an emulated link)."""
+    evict_ms: float = 0.0
+    """The host's time for each KV entry that is given up, and to store another one in its place."""
     ahead_ms: float = 0.0
     """The host's time to plan a prefetch, in the batch that does it."""
     ahead_hidden: float = 0.0
@@ -172,7 +175,7 @@ class NodeProfile(HardwareProfile):
         super().__post_init__()
         for name in (
             "wake_ms", "loop_ms", "choose_ms", "request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown",
-            "ahead_ms", "ahead_hidden", "prefetch_gbps",
+            "evict_ms", "ahead_ms", "ahead_hidden", "prefetch_gbps",
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, f"profile.{name}", value, "0 or above")
@@ -213,6 +216,7 @@ class NodeProfile(HardwareProfile):
             request_ms=self.request_ms * factor,
             eager_ms=self.eager_ms * factor,
             eager_layer_ms=self.eager_layer_ms * factor,
+            evict_ms=self.evict_ms * factor,
             ahead_ms=self.ahead_ms * factor,
             after_idle_ms=tuple(factor * v for v in self.after_idle_ms),
         )

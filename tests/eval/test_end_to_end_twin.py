@@ -11,7 +11,7 @@ from eval.end_to_end import Args as PlanArgs
 from eval.end_to_end import make_bench
 from eval.end_to_end_plan import Run
 from eval.end_to_end_twin import Args, main
-from eval.host_slowness import missed_rows
+from eval.host_slowness import ColdWork
 from eval.pieces import Slice
 from hlem_env.errors import ArgumentError
 from hlem_env.surrogate.hardware import NodeProfile
@@ -28,8 +28,8 @@ def write(folder: Path, runs: list[Run], slowness: float = 1.0) -> None:
     then = profile.host_ms["6"]
     for run in runs:
         record: dict[str, Any] = bench.run(run, EPOCHS, 0.6)
-        missed = missed_rows(bench.config, record["emb_hit"])
-        cold_ms = slowness * (then["cold_host_ms"] + then["cold_host_row_ms"] * missed)
+        work = ColdWork.of(bench.config, record)
+        cold_ms = slowness * (then["cold_host_ms"] + then["cold_host_row_ms"] * work.missed_rows)
         states = [{"cold_host_ms": cold_ms, "python_ms": 1.0}] * EPOCHS
         part.write(run.name, record | {"clock": "wall", "machine_state": states})
 

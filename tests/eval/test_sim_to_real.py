@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from eval.host_slowness import (
+    ColdWork,
     host_slowness,
     is_disturbed,
-    missed_rows,
     slow_epochs,
     typical_host_ms,
 )
@@ -166,23 +166,23 @@ def test_the_hosts_speed_is_taken_from_what_both_have(files: dict[str, Any]) -> 
     )
     states = [{"python_ms": 9.0}, {"python_ms": 3.0}, {"python_ms": 8.0}, {"python_ms": 5.0}]
     kept = np.array([True, False, True])
-    moments = host_slowness(states, kept, profile, 6, 0.0, epochs=5)
+    moments = host_slowness(states, kept, profile, 6, ColdWork(0.0, 0.0), epochs=5)
     assert moments.tolist() == [(3.0 + 5.0) / 2 / 2.0] * 5
     for state, cold in zip(states, (4.0, 0.0, 1.0, 1.5), strict=True):
         state["cold_host_ms"] = cold  # an epoch without such a batch says nothing
-    found = host_slowness(states, kept, profile, 6, 0.0, epochs=5)
+    found = host_slowness(states, kept, profile, 6, ColdWork(0.0, 0.0), epochs=5)
     assert found.tolist() == [1.5, 4.0, 1.5, 1.0, 1.5]
     states[0]["cold_host_ms"] = 1800.0  # no host is as slow
-    assert host_slowness(states, kept, profile, 6, 0.0, epochs=4).max() == 5.0
-    per_row = profile.host_ms["6"] | {"cold_host_row_ms": 1e-6}
+    assert host_slowness(states, kept, profile, 6, ColdWork(0.0, 0.0), epochs=4).max() == 5.0
+    for_each = {"cold_host_row_ms": 1e-6, "cold_host_evict_ms": 0.1}
+    profile = replace(profile, host_ms={"6": profile.host_ms["6"] | for_each})
     config = replace(LiveConfig.load("h200"), mean_history_tokens=9900)
-    slower = host_slowness(
-        states, kept, replace(profile, host_ms={"6": per_row}), 6, missed_rows(config, 0.5), 4
-    )
-    assert slower[2] == pytest.approx(1.0 / (1.0 + 1e-6 * 50_000))
+    run = {"requests": 200, "kv_hit": 0.5, "emb_hit": 0.5, "evictions": 70}
+    slower = host_slowness(states, kept, profile, 6, ColdWork.of(config, run), 4)
+    assert slower[2] == pytest.approx(1.0 / (1.0 + 1e-6 * 50_000 + 0.1 * 0.7))
     for layers, of in ((3, states), (6, [])):
         with pytest.raises(ArgumentError, match="machine-speed"):
-            host_slowness(of, kept, profile, layers, 0.0, epochs=5)
+            host_slowness(of, kept, profile, layers, ColdWork(0.0, 0.0), epochs=5)
 
 
 def test_a_slow_spell_makes_a_run_disturbed_and_moments_do_not() -> None:

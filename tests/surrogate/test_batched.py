@@ -154,6 +154,20 @@ def test_what_a_batch_costs_more_is_paid(name: str) -> None:
     assert costs[1] > costs[0] + 0.1
 
 
+def test_each_entry_that_goes_for_a_request_is_paid() -> None:
+    """Two requests fill the cache, each of two more takes the place of one."""
+    config = node(pool_bytes=100 * PAGE, kv_policy="lru", token_budget=1)
+    pages = config.kv_pages(6000)
+    assert 2 * pages <= 90 < 3 * pages
+    lengths = np.full(4, 6000, np.int32)
+    requests = Requests(0.1 * np.arange(4), 10**6 + np.arange(4), lengths, lengths)
+    fast, slow = (served(requests, config, profile(evict_ms=ms)) for ms in (0.0, 0.5))
+    assert fast.evictions == slow.evictions == 2
+    more_ms = slow.service_ms - fast.service_ms
+    np.testing.assert_allclose(more_ms, [0.0, 0.0, 0.5, 0.5], atol=1e-9)
+    assert profile(evict_ms=0.5).slower_host(1.2).evict_ms == 0.6
+
+
 def test_who_finds_the_server_idle_waits_for_it_to_wake() -> None:
     lengths = np.full(3, 4000, np.int32)
     arrivals = np.array([0.1, 0.1001, 0.5])  # the second finds it busy

@@ -199,6 +199,32 @@ def test_a_host_that_takes_longer_for_missed_rows_is_not_slow() -> None:
     assert found.host_ms["3"]["cold_host_row_ms"] == pytest.approx(5e-6)
 
 
+EVICT = 0.15
+
+
+def test_what_evicting_takes_is_told_from_missed_rows_and_from_a_slow_host() -> None:
+    """Under LRU, in a stream of its own, nearly every cold request evicts an entry."""
+    raw = []
+    for layers in (3, 6):
+        depth, stream, state = measured(layers), [], [{"python_ms": 1.0, "cold_host_ms": 0.85}]
+        for alpha, rows, evicts in ((0.1, 50_000, 0), (0.8, 10_000, 0), (0.9, 8_000, 1)):
+            for i in range(200):
+                length, cold = LENGTHS[i % 3], i % 2
+                one = sample("stream", layers, [length], [0] if cold else [length - 10], rows)
+                evicted = evicts * cold
+                one |= {"alpha": alpha, "evicted": evicted, "ms": one["ms"] + EVICT * evicted}
+                stream.append(one | {"idle_ms": 30.0 - one["ms"]})
+            host_ms = 0.6 + 5e-6 * rows + EVICT * evicts
+            state += [{"python_ms": 1.0, "cold_host_ms": host_ms}] * 4
+        raw.append(depth | {"samples": depth["samples"] + stream, "machine_state": state[1:]})
+    cold_host = ColdHost.of(raw)
+    assert (cold_host.ms, cold_host.row_ms, cold_host.evict_ms) == pytest.approx((0.6, 5e-6, EVICT))
+    assert cold_host.slowness(raw[0])[-600:] == pytest.approx(1.0)
+    found = fit(raw, CONFIG, "made-up")
+    assert found.evict_ms == pytest.approx(EVICT, rel=0.02)
+    assert found.host_ms["6"]["cold_host_evict_ms"] == pytest.approx(EVICT)
+
+
 def test_times_between_batches_tell_what_choosing_costs() -> None:
     depth = streamed(6, [1.0] * 900)
     gaps = [0.07, 0.09, 0.22, 0.08, 0.2, 0.21, 3.0]

@@ -22,7 +22,7 @@ def test_every_batch_of_a_stream_is_noted_with_its_rows(monkeypatch: pytest.Monk
         max_history_tokens=160, rows_per_table=20_000, emulated_link_gbps=None, epoch_seconds=0.25,
         hot_share=(0.3,), requests_per_s=(70.0,), probe_ms=5.0,
     )  # fmt: skip
-    monkeypatch.setattr(service_times, "STREAM_ALPHAS_CENTI", (30,))
+    monkeypatch.setattr(service_times, "STREAMS", (("scan_resistant", 30),))
     node = LiveNode(config, "lru", time_source=CpuTime())
     counted = []
     execute = LiveNode.execute
