@@ -68,7 +68,7 @@ class WithoutModel(LiveNode):
             read(first)
         candidates = self._items.candidates(requests)
         scores = torch.zeros(int(candidates.sum()))
-        return Executed(scores, nothing, candidates, nothing, 0, 0, False, 1e-6)
+        return Executed(scores, nothing, candidates, nothing, 0, 0, 0, 0, False, 1e-6)
 
 
 class Still:

@@ -58,6 +58,7 @@ class Cell:
     """Mean over the batches, as all that follows but `ms`."""
     hit_rows: float
     evicted: float
+    stored: float
     ahead: bool
     refilling: bool
     ms: float
@@ -114,6 +115,7 @@ def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell
                 float(np.mean([s["missed_rows"] for s in samples])),
                 float(np.mean([s["hit_rows"] for s in samples])),
                 float(np.mean([s.get("evicted", 0) for s in samples])),
+                float(np.mean([s.get("stored", 0) for s in samples])),
                 ahead, refilling, float(np.median(times)), times, idle, host,
             )
         )  # fmt: skip
@@ -121,7 +123,12 @@ def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell
 
 
 def compute_columns(cell: Cell, terms: Terms) -> Floats:
-    """Layers x what each knot of recompute, then of append, adds to the batch's compute, [2 knots]."""
+    """Layers x what a batch's compute has of each knot of recompute, then of append, and stored tokens.
+
+    Returns
+    -------
+    [2 knots + 1].
+    """
     units = np.eye(len(terms.knots))
     sequence = cell.history + terms.candidates
     full = np.stack([
@@ -131,8 +138,8 @@ def compute_columns(cell: Cell, terms: Terms) -> Floats:
     new = sequence - cell.cached
     share = np.clip((new - terms.append_tokens) / (sequence - terms.append_tokens), 0.0, 1.0)
     share = np.where(cell.cached == 0, 1.0, share)
-    columns: Floats = np.concatenate([(full * share).sum(1), (few * (1.0 - share)).sum(1)])
-    return cell.layers * columns
+    columns = [(full * share).sum(1), (few * (1.0 - share)).sum(1), [cell.stored]]
+    return cell.layers * np.concatenate(columns)
 
 
 def rows_ms(cell: Cell, terms: Terms) -> float:
@@ -248,8 +255,8 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in plain])
     found = least_absolute(matrix, target, weight)
     knots = len(terms.knots)
-    places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots])
-    host, after_idle, (row_ms, key_ms), recompute, append = np.split(found, places)
+    places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots, knots])
+    host, after_idle, (row_ms, key_ms), recompute, append, store = np.split(found, places)
     if terms.link_row_ms is not None:
         row_ms, key_ms = terms.link_row_ms, terms.key_ms
 
@@ -301,6 +308,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         append_tokens=terms.append_tokens,
         append_history_tokens=terms.knots,
         append_layer_ms=tuple(_round(v) for v in append),
+        store_layer_ms=_round(store[0]),
         wake_ms=_round(wake_ms),
         loop_ms=_round(loop_ms),
         choose_ms=_round(choose_ms),

@@ -70,6 +70,8 @@ class Sample:
     """In a stream: how long the server had waited for the batch; 0 of the first one noted."""
     evicted: int = 0
     """KV entries that went for it."""
+    stored: int = 0
+    """History tokens whose K and V went to the cache."""
 
 
 class Bench:
@@ -141,16 +143,13 @@ class Bench:
         """Run a batch to its completion, and note what it took."""
         node = self.node
         node.take_ahead_bytes()  # waits for what is still under way
-        refilling, evicted = node.refill.refilling, node.kv.evictions
+        refilling = node.refill.refilling
         done = self.execute(requests, waiting)
-        self.note(
-            kind, requests, done, refilling, prefetch_bytes=node.take_ahead_bytes().prefetch,
-            evicted=node.kv.evictions - evicted,
-        )  # fmt: skip
+        self.note(kind, requests, done, refilling, prefetch_bytes=node.take_ahead_bytes().prefetch)
 
     def note(
         self, kind: str, requests: Requests, done: Executed, refilling: bool, idle_ms: float = 0.0,
-        prefetch_bytes: int = 0, evicted: int = 0,
+        prefetch_bytes: int = 0,
     ) -> None:  # fmt: skip
         """Note what a batch took; nothing waits for the device."""
         sample = Sample(
@@ -165,7 +164,8 @@ class Bench:
             prefetch_bytes=prefetch_bytes,
             ms=1e3 * done.device_s,
             idle_ms=idle_ms,
-            evicted=evicted,
+            evicted=done.evicted,
+            stored=done.stored,
         )
         self.samples.append(sample)
 
@@ -190,12 +190,10 @@ class Stream(LiveBackend):
             return super().execute(batch, waiting, now_s)
         node, now = self.node, self.node.time_source.now
         idle_ms = 0.0 if self._done_s is None else 1e3 * (now() - self._done_s)
-        refilling, evicted = node.refill.refilling, node.kv.evictions
+        refilling = node.refill.refilling
         done = super().execute(batch, waiting, now_s)
         self._done_s = now()
-        self._bench.note(
-            STREAM, batch, done, refilling, idle_ms, evicted=node.kv.evictions - evicted
-        )
+        self._bench.note(STREAM, batch, done, refilling, idle_ms)
         return done
 
 

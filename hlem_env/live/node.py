@@ -70,6 +70,10 @@ class Executed(NamedTuple):
     """Rows looked up that were resident when the batch started."""
     rows_fetched: int
     """Distinct rows that came over the link for it."""
+    stored: int
+    """History tokens whose K and V went to the cache."""
+    evicted: int
+    """KV entries that went for them."""
     ahead: bool
     """Whether rows of the next batch were looked for meanwhile."""
     device_s: float
@@ -237,7 +241,9 @@ class LiveNode:
         lengths = requests.history_length.astype(np.int64)
         new_items = requests.new_items.astype(np.int64)
         window, candidates = self._items.window(requests), self._items.candidates(requests)
+        evictions = self.kv.evictions
         batch = self.kv.begin(requests.user, lengths, new_items, window.edits, requests.arrival_s)
+        evicted = self.kv.evictions - evictions
         cached = batch.cached.astype(np.int64)
         try:
             keys = self._items.keys(requests, window, cached)
@@ -268,6 +274,8 @@ class LiveNode:
             pages=self._kv_pages(lengths),
             rows_hit=keys.numel() - (self._missed - missed),
             rows_fetched=self._fetched - fetched,
+            stored=int((batch.stop - batch.start).sum()),
+            evicted=evicted,
             ahead=ahead,
             device_s=self.time_source.now() - start_s,
         )

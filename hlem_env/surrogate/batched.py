@@ -95,6 +95,7 @@ _BATCHING = np.dtype(
         ("eager_ms", "f8"),
         ("mixed_slowdown", "f8"),
         ("lookup_overlaps", "i8"),
+        ("store_ms", "f8"),
         ("evict_ms", "f8"),
         ("ahead_ms", "f8"),
         ("ahead_hidden", "f8"),
@@ -287,6 +288,7 @@ def _serve_batches(  # type: ignore[no-untyped-def]
             _kv_lookup(users, heap, lists, clock, run, one.slot, length, new)
             tokens = length - one.reused + run.candidates
             compute_total += compute_ms(compute, run.append_tokens, tokens, length + run.candidates)
+            compute_total += batching.store_ms * max(users[one.slot].cached - one.reused, 0)
             some_cached |= one.reused > 0
             some_not |= one.reused == 0
             longest_new = max(longest_new, tokens)
@@ -494,6 +496,7 @@ class BatchedBackend(SurrogateBackend):
             "eager_ms": hardware.eager_ms + node.layers * hardware.eager_layer_ms,
             "mixed_slowdown": hardware.mixed_slowdown,
             "lookup_overlaps": hardware.lookup_overlaps,
+            "store_ms": node.layers * hardware.store_layer_ms,
             "evict_ms": hardware.evict_ms,
             "ahead_ms": hardware.ahead_ms,
             "ahead_hidden": hardware.ahead_hidden,

@@ -113,7 +113,8 @@ class NodeProfile(HardwareProfile):
 
         batch = overhead + (requests - 1) request
                 + eager + layers x eager_layer, unless it has a recorded graph
-                + layers x sum of the requests' compute, x mixed where some are cached and some not
+                + layers x sum of the requests' compute and of what storing K and V takes,
+                  x mixed where some are cached and some not
                 + rows (misses over the link, lookups in memory), less what prefetch brought
                 + ahead, where it plans a prefetch, less the share `ahead_hidden` of a graph's compute
                 + evict, for each KV entry that goes for one of the requests
@@ -142,6 +143,8 @@ class NodeProfile(HardwareProfile):
     """Share by which compute slows down in a batch in which some requests are cached and some not."""
     lookup_overlaps: bool = False
     """Looking rows up in memory and waiting for the link happen at once (an emulated link)."""
+    store_layer_ms: float = 0.0
+    """In each layer, K and V of each token of history that go to the cache."""
     evict_ms: float = 0.0
     """The host's time for each KV entry that is given up, and to store another one in its place."""
     ahead_ms: float = 0.0
@@ -175,7 +178,7 @@ class NodeProfile(HardwareProfile):
         super().__post_init__()
         for name in (
             "wake_ms", "loop_ms", "choose_ms", "request_ms", "eager_ms", "eager_layer_ms", "mixed_slowdown",
-            "evict_ms", "ahead_ms", "ahead_hidden", "prefetch_gbps",
+            "store_layer_ms", "evict_ms", "ahead_ms", "ahead_hidden", "prefetch_gbps",
         ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, f"profile.{name}", value, "0 or above")
@@ -201,6 +204,7 @@ class NodeProfile(HardwareProfile):
         return replace(
             self.slower_host(factor),
             hbm_gbps=self.hbm_gbps / factor,
+            store_layer_ms=self.store_layer_ms * factor,
             recompute_layer_ms=tuple(factor * v for v in self.recompute_layer_ms),
             append_layer_ms=tuple(factor * v for v in self.append_layer_ms),
         )

@@ -76,7 +76,7 @@ class TimedNode:
         self.batches.append(batch.user.tolist())
         n = len(batch)
         ones = np.ones(n, np.int64)
-        return Executed(None, 10 * ones, 90 * ones, 3 * ones, 7 * n, 0, False, self.batch_s)
+        return Executed(None, 10 * ones, 90 * ones, 3 * ones, 7 * n, 0, 0, 0, False, self.batch_s)
 
     def take_ahead_bytes(self) -> AheadBytes:
         return AheadBytes(0, 0)

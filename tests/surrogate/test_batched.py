@@ -168,6 +168,18 @@ def test_each_entry_that_goes_for_a_request_is_paid() -> None:
     assert profile(evict_ms=0.5).slower_host(1.2).evict_ms == 0.6
 
 
+def test_what_is_stored_is_paid_and_nothing_else() -> None:
+    """A user's history; the same with ten more tokens; a longer one that is worth less and stays out."""
+    config = node(pool_bytes=100 * PAGE)
+    assert config.kv_pages(9010) < 90 < config.kv_pages(9010) + config.kv_pages(9000)
+    lengths, new = np.array([9000, 9010, 9000], np.int32), np.array([9000, 10, 9000], np.int32)
+    requests = Requests(np.arange(3.0), np.array([0, 0, 10**6]), lengths, new)
+    free, paid = (served(requests, config, profile(store_layer_ms=ms)) for ms in (0.0, 1e-4))
+    more_ms = paid.service_ms - free.service_ms
+    np.testing.assert_allclose(more_ms, config.layers * 1e-4 * np.array([9000, 10, 0]), atol=1e-9)
+    assert profile(store_layer_ms=1e-4).slower(1.5).store_layer_ms == pytest.approx(1.5e-4)
+
+
 def test_who_finds_the_server_idle_waits_for_it_to_wake() -> None:
     lengths = np.full(3, 4000, np.int32)
     arrivals = np.array([0.1, 0.1001, 0.5])  # the second finds it busy

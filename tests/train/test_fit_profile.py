@@ -14,13 +14,14 @@ CONFIG = LiveConfig.load("h100")
 LENGTHS = (2500, 5000, 10_000)
 OVERHEAD, REQUEST, EAGER, EAGER_LAYER, ROW, KEY = 1.4, 0.05, 0.6, 0.15, 2.2e-5, 2e-6
 AHEAD, HIDDEN = 0.9, 0.4
+STORE = 1e-6
 FULL = {2600: 0.07, 5100: 0.16, 10_100: 0.4}
 FEW = {2600: 0.02, 5100: 0.03, 10_100: 0.05}
 
 
 def sample(
     kind: str, layers: int, lengths: list[int], cached: list[int], missed: int, *, ahead: bool = False,
-    host: float = 1.0,
+    host: float = 1.0, store: bool = False,
 ) -> Any:  # fmt: skip
     """A batch by the model, written down apart from the fit."""
     n = len(lengths)
@@ -31,6 +32,8 @@ def sample(
         full, few = FULL[length + 100], FEW[length + 100]
         share = 1.0 if c == 0 else max(tokens - 120, 0) / (length + 100 - 120)
         compute += layers * (few + share * (full - few))
+    stored = sum(lengths) - sum(cached) if store else 0
+    compute += layers * STORE * stored
     launched = n > 1 and max(new) > 256
     eager = EAGER + layers * EAGER_LAYER if launched else 0.0
     planned = max(host * AHEAD - (0.0 if launched else HIDDEN * compute), 0.0) if ahead else 0.0
@@ -39,7 +42,7 @@ def sample(
     return {
         "kind": kind, "alpha": 0.1, "history": lengths, "cached": cached, "missed_rows": missed,
         "hit_rows": hit, "ahead": ahead, "refilling": False, "prefetch_bytes": 5_000_000,
-        "ms": ms,
+        "stored": stored, "ms": ms,
     }  # fmt: skip
 
 
@@ -53,6 +56,7 @@ def measured(layers: int, noise: float = 0.0) -> dict[str, Any]:
             samples += [
                 sample("cold", layers, one, [0], 6 * length),
                 sample("again", layers, one, [0], 600),
+                sample("again", layers, one, [0], 600, store=True),
                 sample("ahead", layers, one, [0], 6 * length, ahead=True),
                 sample("cold 2", layers, one * 2, [0, 0], 11 * length),
                 sample("delta 0.3", layers, one, [int(0.7 * length)], 2 * length),
@@ -89,6 +93,7 @@ def test_constants_come_back() -> None:
     assert found.gather_gbps == pytest.approx(CONFIG.row_bytes / ROW * 1e-6, rel=1e-3)
     assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=1e-3)
     assert found.append_layer_ms == pytest.approx(list(FEW.values()), rel=1e-3)
+    assert found.store_layer_ms == pytest.approx(STORE, rel=1e-2)
     assert found.mixed_slowdown == 0
     assert found.refill_gbps == 2.5
     assert found.fit["largest_relative_residual"] < 1e-4

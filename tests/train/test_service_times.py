@@ -22,14 +22,15 @@ def test_every_batch_of_a_stream_is_noted_with_its_rows(monkeypatch: pytest.Monk
         max_history_tokens=160, rows_per_table=20_000, emulated_link_gbps=None, epoch_seconds=0.25,
         hot_share=(0.3,), requests_per_s=(70.0,), probe_ms=5.0,
     )  # fmt: skip
-    monkeypatch.setattr(service_times, "STREAMS", (("scan_resistant", 30),))
+    monkeypatch.setattr(service_times, "STREAMS", (("lru", 90),))
     node = LiveNode(config, "lru", time_source=CpuTime())
-    counted = []
+    counted, evicted = [], []
     execute = LiveNode.execute
 
     def counting(self, *args):  # type: ignore[no-untyped-def]
-        before = self.embedding.counters()
+        before, evictions = self.embedding.counters(), self.kv.evictions
         done = execute(self, *args)
+        evicted.append(self.kv.evictions - evictions)
         counted.append(self.embedding.counters() - before)
         return done
 
@@ -43,7 +44,11 @@ def test_every_batch_of_a_stream_is_noted_with_its_rows(monkeypatch: pytest.Monk
         one.unique_misses for one in counted[-len(noted) :]
     ]
     assert [one.hit_rows for one in noted] == [one.hit for one in counted[-len(noted) :]]
-    assert all(one.kind == "stream" and one.alpha == 0.3 and one.ms > 0 for one in noted)
+    assert [one.evicted for one in noted] == evicted[-len(noted) :]
+    assert max(evicted) > 0
+    # Under LRU whatever is new is stored.
+    assert [one.stored for one in noted] == [sum(one.history) - sum(one.cached) for one in noted]
+    assert all(one.kind == "stream" and one.alpha == 0.9 and one.ms > 0 for one in noted)
     assert noted[0].idle_ms == 0 and max(one.idle_ms for one in noted) > 0
     node.close()
 
