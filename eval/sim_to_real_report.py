@@ -167,6 +167,8 @@ def draw(compared: dict[str, Any], path: Path) -> None:
                 axis.plot(group["alphas"], group["live_p99_ms"], "o", color="C0", label="live")
                 axis.plot(group["alphas"], group["sim_p99_ms"], "-", color="C1", label="surrogate")
         axis.set(title=f"{layers} layers, {regime}", xlabel="alpha", ylabel="P99, ms", yscale="log")
+        for side in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            side("{x:g}")
     handles, labels = axes[0].get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2)

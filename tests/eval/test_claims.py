@@ -68,7 +68,9 @@ def test_a_simulation_was_measured_on_nothing() -> None:
 def test_what_a_slow_host_took_is_told_from_what_was_not_run(tmp_path: Path) -> None:
     row = {"regime": "trend", "kv_policy": "scan_resistant", "allocation": "smart",
            "saturated": [False], "over_lru_design": None, "over_best_static": None}  # fmt: skip
-    record = {"rows": [row], "disturbed": ["trend-lru-static-090-seed3"], "device": "GPU"}
+    burst = row | {"regime": "burst"}
+    disturbed = ["trend-lru-static-090-seed3", "burst-scan_resistant-static-030-seed3"]
+    record = {"rows": [row, burst], "disturbed": disturbed, "device": "GPU", "pieces_missing": 45}
     (tmp_path / LIVE).write_text(json.dumps(record))
     lines = [line for line in table(tmp_path).splitlines() if f"({RESULTS / LIVE})" in line]
     found = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines}
@@ -76,3 +78,4 @@ def test_what_a_slow_host_took_is_told_from_what_was_not_run(tmp_path: Path) -> 
         "Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point"
     ]
     assert found["Trend, over scan-resistant KV with the best static split"] == MISSING
+    assert found["The same in Burst"] == MISSING
