@@ -88,6 +88,9 @@ class Args:
     """instead of the preset's"""
     whole: bool = False
     """every policy with every allocation, after what is required"""
+    by_repeat: bool = False
+    """all runs of the same requests after one another, instead of the headline of all repeats first: where
+    runs of this command fall on different machines, what is compared was measured on one"""
     policy: Path | None = None
     """folder of the frozen policy, instead of the shipped one"""
     profile: str = ""
@@ -289,9 +292,9 @@ def measure(args: Args, bench: Bench, run_missing: bool) -> tuple[list[Run], lis
         )
     if missing:  # the rest counts, too, with a guess at its size
         guess = {LRU: 50, SCAN_RESISTANT: 50}
-        later = everything(seeds(args, bench), guess, args.whole)
+        later = everything(seeds(args, bench), guess, args.whole, args.by_repeat)
         return [], missing + [Piece(run.name, piece_s(args, bench, args.epochs)) for run in later]
-    runs = everything(seeds(args, bench), design, args.whole)
+    runs = everything(seeds(args, bench), design, args.whole, args.by_repeat)
     by_name = {run.name: run for run in runs}
     for name in filter(bench.slice.has, by_name):
         refuse_other_load("--load", load, bench.slice.read(name))

@@ -71,17 +71,24 @@ def peers(regime: str, seed: int) -> Iterator[Run]:
         yield Run(regime, SCAN_RESISTANT, PPO, seed)
 
 
-def everything(seeds: list[int], design: dict[str, int], whole: bool) -> list[Run]:
+def everything(
+    seeds: list[int], design: dict[str, int], whole: bool, by_repeat: bool = False
+) -> list[Run]:
     """All runs in order: the headline in all regimes and repeats, its peers repeat by repeat, then the rest.
 
     Args:
         seeds: one for each repeat.
         design: as in `headline`.
         whole: the rest, too: both policies with every allocation, in every regime.
+        by_repeat: headline and peers of the same requests together instead, repeat by repeat.
     """
     parts = [(seed, regime) for seed in seeds for regime in REGIMES]
-    runs = [run for seed, regime in parts for run in headline(regime, seed, design)]
-    runs += [run for seed, regime in parts for run in peers(regime, seed)]
+    if by_repeat:
+        runs = [run for seed, regime in parts
+                for run in (*headline(regime, seed, design), *peers(regime, seed))]  # fmt: skip
+    else:
+        runs = [run for seed, regime in parts for run in headline(regime, seed, design)]
+        runs += [run for seed, regime in parts for run in peers(regime, seed)]
     if whole:
         allocations = [KV_ONLY, *map(static, GRID_CENTI), WORKING_SET, PPO, SMART]
         runs += [Run(regime, policy, allocation, seed) for seed, regime in parts

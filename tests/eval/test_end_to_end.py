@@ -37,6 +37,14 @@ def test_what_is_required_comes_once_and_the_headline_first() -> None:
     assert len(whole) == 3 * 3 * 2 * 9
 
 
+def test_a_repeats_runs_may_come_together() -> None:
+    runs = everything([1, 4, 7], DESIGN, whole=False, by_repeat=True)
+    assert set(runs) == set(everything([1, 4, 7], DESIGN, whole=False))
+    parts = [(run.seed, run.regime) for run in runs]
+    assert list(dict.fromkeys(parts)) == list(product([1, 4, 7], REGIMES))
+    assert parts == sorted(parts, key=list(dict.fromkeys(parts)).index)
+
+
 def test_every_repeat_has_a_burst() -> None:
     config = RegimeConfig(episode_epochs=10, epoch_seconds=1.0)
     seeds = seeds_with_bursts(config, 3)
