@@ -291,7 +291,9 @@ class KvCache:
         cached, pages_before = records["length"][slots], records["pages"][slots]
         self._set_in_flight(slots, pages_before)
         admitted, more = self._admit(slots, lengths, pages_before, times)
-        if np.count_nonzero(admitted):
+        if (stored := np.count_nonzero(admitted)) == slots.size:
+            self._extend(slots, more, prefixes, times)
+        elif stored:
             self._extend(slots[admitted], more[admitted], prefixes[admitted], times[admitted])
         pages = self._entries.pages_from(slots, np.zeros(slots.size, np.int32))
         if pages.size:
