@@ -335,14 +335,19 @@ class LiveNode:
     def _rehearse(self) -> None:
         """Do once, as large as it gets, what requests and moves may need; the caches are as new afterwards.
 
-        Else a request waits for a kernel's compilation (up to a second) or for memory (20 ms). At last
-        the embedding cache is so small that it is full, and rows are evicted, too.
+        Else a request waits for a kernel's compilation (up to a second) or for memory (20 ms). Then the KV
+        cache has room for one batch alone, and at last the embedding cache is so small that it is full: so
+        that entries and rows are evicted, too.
         """
         config, together = self.config, 4
         few_centi = -(-100 // self.pool.pages)
-        length = min(config.token_budget // together, config.max_history_tokens) - 200
+        longest = min(config.token_budget // together, config.max_history_tokens)
+        length = longest - 200
+        pages = together * int(self._kv_pages(np.array([longest]))[0])
+        full_centi = max(100 - -(-100 * pages // self.pool.pages), 0)
         start_s = time.perf_counter()
-        for visit, alpha_centi in enumerate((50, 60, 40, 60, *[few_centi] * EVICTING_VISITS)):
+        alphas_centi = (50, 60, 40, 60, full_centi, full_centi, *[few_centi] * EVICTING_VISITS)
+        for visit, alpha_centi in enumerate(alphas_centi):
             self.move(alpha_centi)
             users = _PROBE_USER + visit * together + np.arange(2 * together)
             lengths = np.full(users.shape, length)

@@ -136,20 +136,24 @@ def test_a_probe_leaves_the_caches_empty() -> None:
     assert node.kv.stats().entries == 0 and node.embedding.resident_rows == 0
 
 
-def test_a_rehearsal_evicts_rows_and_leaves_the_caches_empty(
+def test_a_rehearsal_evicts_in_both_caches_and_leaves_them_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = replace(CONFIG, pool_bytes=28 * 2**20, max_history_tokens=600, token_budget=2000)
-    node, evicted = LiveNode(config), list[int]()
+    node, evicted, refused = LiveNode(config), list[int](), list[int]()
     reset = node.reset
 
     def watched(persistent_users: int) -> None:
         evicted.append(node.embedding.counters().evicted)
+        refused.append(node.kv.not_admitted)
         reset(persistent_users)
 
     monkeypatch.setattr(node, "reset", watched)
     node._rehearse()
     assert len(evicted) == 1 and evicted[0] > node.rows_in_pool // node.pool.pages
+    assert (
+        refused[0] > 0
+    )  # some request found the KV cache full and was weighed against what is in it
     assert node.kv.stats().entries == 0 and node.embedding.resident_rows == 0
 
 
