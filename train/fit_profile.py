@@ -87,6 +87,8 @@ class Terms:
     """Of a lookup beside an emulated link; else the fit finds it."""
     link_row_ms: float | None
     """An emulated link's, beside which lookups run; None: the fit finds the link."""
+    evict_ms: float | None
+    """Of an evicted entry, by `cold_host_ms`; None: the fit tells it from storing as far as it can."""
     cuda: bool
 
 
@@ -142,11 +144,12 @@ def compute_columns(cell: Cell, terms: Terms) -> Floats:
     return cell.layers * np.concatenate(columns)
 
 
-def rows_ms(cell: Cell, terms: Terms) -> float:
-    """Time of the rows that is known before the fit: beside an emulated link."""
-    if terms.link_row_ms is None:
-        return 0.0
-    return max(cell.hit_rows * terms.key_ms, cell.missed_rows * terms.link_row_ms)
+def known_ms(cell: Cell, terms: Terms) -> float:
+    """What is known before the fit: of rows beside an emulated link, of evictions where the host told."""
+    known = cell.host * cell.evicted * (terms.evict_ms or 0.0)
+    if terms.link_row_ms is not None:
+        known += max(cell.hit_rows * terms.key_ms, cell.missed_rows * terms.link_row_ms)
+    return known
 
 
 def eager(cell: Cell, terms: Terms) -> bool:
@@ -162,7 +165,8 @@ HOST_COLUMNS = 5
 def design(cell: Cell, terms: Terms) -> Floats:
     """Columns: those of the host, pauses; missed rows, rows found; compute."""
     launched = float(eager(cell, terms))
-    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched, cell.evicted]
+    evicted = cell.evicted if terms.evict_ms is None else 0.0
+    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched, evicted]
     pauses = [
         np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
     ]
@@ -247,11 +251,11 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     require(len(raw) >= 1, "records", "none", "measurements of one depth at least")
     cold_host = ColdHost.of(raw)
     cells = cells_of(raw, cold_host)
-    terms = _terms(raw, config, cells)
+    terms = _terms(raw, config, cells, cold_host)
     second = [cell for cell in cells if comes_second(cell, terms)]
     plain = [cell for cell in cells if not comes_second(cell, terms)]
     matrix = np.stack([design(cell, terms) for cell in plain])
-    target = np.array([cell.ms - rows_ms(cell, terms) for cell in plain])
+    target = np.array([cell.ms - known_ms(cell, terms) for cell in plain])
     weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in plain])
     found = least_absolute(matrix, target, weight)
     knots = len(terms.knots)
@@ -261,7 +265,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         row_ms, key_ms = terms.link_row_ms, terms.key_ms
 
     def predicted(cell: Cell) -> float:
-        return float(design(cell, terms) @ found) + rows_ms(cell, terms)
+        return float(design(cell, terms) @ found) + known_ms(cell, terms)
 
     def compute(cell: Cell) -> float:
         return float(compute_columns(cell, terms) @ found[places[2] :])
@@ -316,7 +320,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(host[2]),
         eager_layer_ms=_round(host[3]),
-        evict_ms=_round(host[4]),
+        evict_ms=_round(host[4] if terms.evict_ms is None else terms.evict_ms),
         mixed_slowdown=_round(mixed),
         lookup_overlaps=config.emulated_link_gbps is not None,
         ahead_ms=_round(ahead[0]),
@@ -347,7 +351,9 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
     )  # fmt: skip
 
 
-def _terms(raw: Sequence[Mapping[str, Any]], config: LiveConfig, cells: list[Cell]) -> Terms:
+def _terms(
+    raw: Sequence[Mapping[str, Any]], config: LiveConfig, cells: list[Cell], cold_host: ColdHost
+) -> Terms:
     lengths = sorted({float(c.history[0]) for c in cells if c.kind == "cold" and not c.refilling})
     link = config.emulated_link_gbps
     return Terms(
@@ -356,6 +362,7 @@ def _terms(raw: Sequence[Mapping[str, Any]], config: LiveConfig, cells: list[Cel
         knots=tuple(length + config.candidates for length in lengths),
         key_ms=1e-6 * _median(raw, "bandwidths", "lookup_ns_per_key"),
         link_row_ms=None if link is None else config.row_bytes / link * 1e-6,
+        evict_ms=cold_host.evict_ms or None,
         cuda=config.device == "cuda",
     )
 

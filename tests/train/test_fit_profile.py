@@ -132,7 +132,6 @@ def test_streams_tell_what_a_pause_costs_and_few_slow_batches_do_not_move_it() -
     found = fit([streamed(3, ratios), streamed(6, ratios)], CONFIG, "made-up")
     assert found.idle_ms == tuple(AFTER_IDLE)
     assert found.after_idle_ms == pytest.approx(list(AFTER_IDLE.values()), rel=0.01)
-    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
     assert {layers: of["python_ms"] for layers, of in found.host_ms.items()} == pytest.approx(
         {"3": 1.35, "6": 1.35}
     )
@@ -179,7 +178,6 @@ def test_a_slow_host_is_no_slow_layer() -> None:
     assert means == pytest.approx({"3": 1.15, "6": 1.15})
     pause = found.after_idle_ms[-1]
     assert pause == pytest.approx(0, abs=0.01)
-    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
     assert found.eager_layer_ms == pytest.approx(EAGER_LAYER, rel=0.02)
     assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=0.01)
 
@@ -226,8 +224,11 @@ def test_what_evicting_takes_is_told_from_missed_rows_and_from_a_slow_host() -> 
     assert (cold_host.ms, cold_host.row_ms, cold_host.evict_ms) == pytest.approx((0.6, 5e-6, EVICT))
     assert cold_host.slowness(raw[0])[-600:] == pytest.approx(1.0)
     found = fit(raw, CONFIG, "made-up")
-    assert found.evict_ms == pytest.approx(EVICT, rel=0.02)
     assert found.host_ms["6"]["cold_host_evict_ms"] == pytest.approx(EVICT)
+    assert found.evict_ms == pytest.approx(EVICT)
+    for depth in raw:  # the host's time is not known: the batches tell as much
+        depth["machine_state"] = []
+    assert fit(raw, CONFIG, "made-up").evict_ms == pytest.approx(EVICT, rel=0.02)
 
 
 def test_times_between_batches_tell_what_choosing_costs() -> None:
