@@ -116,8 +116,7 @@ class Args:
             require(
                 value is None or 0 < value <= MOST_LOAD, name, value, f"above 0, up to {MOST_LOAD}"
             )
-        alone = not self.report and self.share == (1, 1)
-        require(not self.again or alone, "again", "with --report or --share", "neither beside it")
+        require(not (self.again and self.report), "again", "with --report", "one of the two")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
 
@@ -273,12 +272,13 @@ def refuse_others(bench: Bench, part: Slice) -> None:
 
 def forget_disturbed(part: Slice) -> None:
     """Delete the records of disturbed runs."""
-    paths = sorted(part.folder.glob("*-seed*.json"))
-    runs = {
-        path.stem: part.read(path.stem) for path in paths if not path.stem.startswith("design-")
-    }
-    for name in sorted(disturbed_runs(list(runs.values()))):
-        part.forget(name)
+
+    def disturbed() -> set[str]:
+        names = [path.stem for path in part.folder.glob("*-seed*.json")]
+        runs = sorted(name for name in names if not name.startswith("design-"))
+        return disturbed_runs([part.read(name) for name in runs])
+
+    for name in part.forget(disturbed):
         print(f"{name} was disturbed: it is measured again")
 
 

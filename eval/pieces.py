@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +87,17 @@ class Slice:
         """Keep a piece's record."""
         write_result(self._file(name), self._command, {"commit": self._commit, **payload})
 
-    def forget(self, name: str) -> None:
-        """Delete a piece's record."""
-        self._file(name).unlink()
+    def forget(self, which: Callable[[], Iterable[str]]) -> list[str]:
+        """Delete the records of some pieces, which none of the other processes has deleted.
+
+        Args:
+            which: finds them, while no other process forgets.
+        """
+        with self._alone():
+            names = sorted(which())
+            for name in names:
+                self._file(name).unlink()
+        return names
 
     def once(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """A piece's record, made if it is not there; other processes wait until it is."""

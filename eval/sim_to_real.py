@@ -111,8 +111,7 @@ class Args:
             require(0 < speed <= MOST_SPEED, "speed", speed, f"above 0, up to {MOST_SPEED:g}")
         for alpha in self.alphas:
             require(0 <= alpha <= 1, "alphas", alpha, "0 to 1")
-        alone = not self.report and self.share == (1, 1)
-        require(not self.again or alone, "again", "with --report or --share", "neither beside it")
+        require(not (self.again and self.report), "again", "with --report", "one of the two")
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
 
 
@@ -402,11 +401,13 @@ def is_disturbed(kept: NDArray[np.bool_]) -> bool:
 
 def forget_disturbed(setting: Setting, part: Slice) -> None:
     """Delete the records of disturbed runs."""
-    for record, kept in counted(setting, part):
-        if is_disturbed(kept):
-            name = Run(**record["run"]).name
-            part.forget(name)
-            print(f"{name} was disturbed: it is measured again")
+
+    def disturbed() -> list[str]:
+        found = counted(setting, part)
+        return [Run(**record["run"]).name for record, kept in found if is_disturbed(kept)]
+
+    for name in part.forget(disturbed):
+        print(f"{name} was disturbed: it is measured again")
 
 
 def measured_on(setting: Setting, part: Slice, profile: NodeProfile) -> str:

@@ -171,8 +171,8 @@ def measure_depths(args: Args, config: LiveConfig, depths: tuple[int, ...]) -> l
     tables, took_s = None, 0.0
     while missing:
         left_s = args.seconds - (time.perf_counter() - start_s)
-        print(f"{len(missing)} depths left, about {took_s * len(missing):.0f} s, {left_s:.0f} s of"
-              " this run", flush=True)  # fmt: skip
+        about = f", about {took_s * len(missing):.0f} s" if took_s else ""  # of the first not known
+        print(f"{len(missing)} depths left{about}, {left_s:.0f} s of this run", flush=True)
         if took_s > left_s:
             break
         layers = missing.pop(0)

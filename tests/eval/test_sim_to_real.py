@@ -140,12 +140,16 @@ def test_only_what_was_disturbed_is_measured_again(
             state["python_ms"] = 9.0 if epoch in late else 1.0
         path.write_text(json.dumps(record))
     before = steady.read_bytes()
-    assert main(replace(args, again=True, seconds=0.01)) == 0
+    assert main(replace(args, again=True, seconds=0.01, share=(2, 2))) == 0
     assert steady.read_bytes() == before and not slow.exists()
     assert f"{slow.stem} was disturbed" in capsys.readouterr().out
-    for other in ({"report": True}, {"share": (1, 2)}):
-        with pytest.raises(ArgumentError, match="again"):
-            replace(args, again=True, **other)
+    assert (
+        main(replace(args, again=True, seconds=0.01, share=(1, 2))) == 0
+    )  # nothing is left to forget
+    assert steady.read_bytes() == before
+    assert "was disturbed" not in capsys.readouterr().out
+    with pytest.raises(ArgumentError, match="again"):
+        replace(args, again=True, report=True)
 
 
 def test_records_of_runs_with_other_epochs_are_refused(files: dict[str, Any]) -> None:
