@@ -30,6 +30,7 @@ from eval.end_to_end_plan import (
     static,
 )
 from eval.end_to_end_report import disturbed_runs, print_tables, report
+from eval.machine_speed import MOST_LOAD
 from eval.pieces import Piece, Slice, time_left
 from eval.records import SATURATION
 from eval.sim_to_real import START_S
@@ -49,8 +50,6 @@ MARGIN = 0.99
 NEAR = 0.02
 """The search ends so close below it."""
 LOAD_TRIES = 5
-MOST_LOAD = 100.0
-"""Times the preset's rates, and as fast a machine."""
 SIMULATED_S = 0.3
 """For a run of the surrogate."""
 

@@ -15,17 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eval.end_to_end import (
-    MOST_LOAD,
-    MOST_UTILISATION,
-    SIMULATED_S,
-    given_design,
-    make_bench,
-    seeds,
-)
+from eval.end_to_end import MOST_UTILISATION, SIMULATED_S, given_design, make_bench, seeds
 from eval.end_to_end import Args as PlanArgs
 from eval.end_to_end_bench import Bench
 from eval.end_to_end_plan import LRU, REGIMES, SCAN_RESISTANT, SMART, Run, static
+from eval.machine_speed import MOST_LOAD
 from eval.pieces import Piece, Slice, time_left
 from eval.statistics import ratio_of_means
 from hlem_env.command_line import run_command

@@ -8,6 +8,9 @@ from typing import Any
 from eval.pieces import Slice
 from hlem_env.errors import require
 
+MOST_LOAD = 100.0
+"""Times the preset's rates, and as fast a machine."""
+
 
 def machine_speed(
     part: Slice, name: str, given: float | None, preset_ms: float, probe_ms: Callable[[], float]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from eval.host_slowness import ColdWork, host_slowness
-from eval.machine_speed import machine_speed
+from eval.machine_speed import MOST_LOAD, machine_speed
 from eval.pieces import Piece, Slice, time_left
 from eval.sim_to_real_report import compare, draw, print_tables
 from hlem_env.backend import Backend
@@ -42,8 +42,6 @@ LEAST_UNDISTURBED = 0.5
 """A run with less than this share of undisturbed epochs is disturbed, and counts in no figure."""
 NO_RULES = {"only_graphs": False, "prefetch_beside": 0}
 """For batches, of a preset; records that are older than these had none."""
-MOST_SPEED = 100.0
-"""Times the preset's machine."""
 START_S = 75.0
 """That a node needs before its first piece."""
 
@@ -108,7 +106,7 @@ class Args:
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         require(self.settle_epochs >= 0, "settle_epochs", self.settle_epochs, "0 or more")
         for speed in self.speed:
-            require(0 < speed <= MOST_SPEED, "speed", speed, f"above 0, up to {MOST_SPEED:g}")
+            require(0 < speed <= MOST_LOAD, "speed", speed, f"above 0, up to {MOST_LOAD:g}")
         for alpha in self.alphas:
             require(0 <= alpha <= 1, "alphas", alpha, "0 to 1")
         require(not (self.again and self.report), "again", "with --report", "one of the two")

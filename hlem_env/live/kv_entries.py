@@ -107,7 +107,7 @@ class KvEntries:
         for i in new.tolist():
             slots[i] = slot = self._free_slots.pop()
             self._slot_of[int(kind), ids[i]] = slot
-        _start(self.records, slots[new], np.array([ids[i] for i in new.tolist()]), int(kind))
+        _add_users(self.records, slots[new], np.array([ids[i] for i in new.tolist()]), int(kind))
 
     def visit(
         self,
@@ -216,7 +216,7 @@ def _first_in_flight(records: Any, slots: Any) -> int:
 
 
 @numba.njit([types.void(_RECORDS, _INTS, _INTS, types.int64)], cache=True)
-def _start(records: Any, slots: Any, ids: Any, kind: int) -> None:
+def _add_users(records: Any, slots: Any, ids: Any, kind: int) -> None:
     """Users without an entry, of whom nothing is known yet."""
     for i in range(slots.size):
         one = records[slots[i]]

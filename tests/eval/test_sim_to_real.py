@@ -143,9 +143,8 @@ def test_only_what_was_disturbed_is_measured_again(
     assert main(replace(args, again=True, seconds=0.01, share=(2, 2))) == 0
     assert steady.read_bytes() == before and not slow.exists()
     assert f"{slow.stem} was disturbed" in capsys.readouterr().out
-    assert (
-        main(replace(args, again=True, seconds=0.01, share=(1, 2))) == 0
-    )  # nothing is left to forget
+    # Nothing is left to forget.
+    assert main(replace(args, again=True, seconds=0.01, share=(1, 2))) == 0
     assert steady.read_bytes() == before
     assert "was disturbed" not in capsys.readouterr().out
     with pytest.raises(ArgumentError, match="again"):

@@ -151,9 +151,8 @@ def test_a_rehearsal_evicts_in_both_caches_and_leaves_them_empty(
     monkeypatch.setattr(node, "reset", watched)
     node._rehearse()
     assert len(evicted) == 1 and evicted[0] > node.rows_in_pool // node.pool.pages
-    assert (
-        refused[0] > 0
-    )  # some request found the KV cache full and was weighed against what is in it
+    # Some request found the KV cache full and was weighed against what is in it.
+    assert refused[0] > 0
     assert node.kv.stats().entries == 0 and node.embedding.resident_rows == 0
 
 

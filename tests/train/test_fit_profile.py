@@ -132,6 +132,7 @@ def test_streams_tell_what_a_pause_costs_and_few_slow_batches_do_not_move_it() -
     found = fit([streamed(3, ratios), streamed(6, ratios)], CONFIG, "made-up")
     assert found.idle_ms == tuple(AFTER_IDLE)
     assert found.after_idle_ms == pytest.approx(list(AFTER_IDLE.values()), rel=0.01)
+    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
     assert {layers: of["python_ms"] for layers, of in found.host_ms.items()} == pytest.approx(
         {"3": 1.35, "6": 1.35}
     )
@@ -178,6 +179,7 @@ def test_a_slow_host_is_no_slow_layer() -> None:
     assert means == pytest.approx({"3": 1.15, "6": 1.15})
     pause = found.after_idle_ms[-1]
     assert pause == pytest.approx(0, abs=0.01)
+    assert found.overhead_ms == pytest.approx(OVERHEAD, rel=0.01)
     assert found.eager_layer_ms == pytest.approx(EAGER_LAYER, rel=0.02)
     assert found.recompute_layer_ms == pytest.approx(list(FULL.values()), rel=0.01)
 
