@@ -20,6 +20,7 @@ from rich.table import Table
 from eval.end_to_end_plan import LRU, Run
 from eval.host_slowness import (
     ColdWork,
+    Floats,
     States,
     host_slowness,
     is_disturbed,
@@ -83,22 +84,31 @@ def simulate(
         utilisation=config.utilisation * record["load"], episode_epochs=len(alphas),
     )  # fmt: skip
     twin = surrogate_twin(scenario, config, profile, record["speed"])
-    # In the warm-up, which comes first, it is not recorded: the mean stands for it.
-    slowness = host_slowness(
-        record["machine_state"], kept, profile, config.layers,
-        ColdWork.of(config, record), 1 + len(alphas),
-    )  # fmt: skip
-    if not args.host_speed:
-        slowness = np.ones_like(slowness)
-    drawn = []
-    for twin.draw in range(args.draws):
+
+    def serve(slowness: Floats) -> list[EpochStats]:
+        """One episode; the warm-up is its first epoch."""
         twin.reset(run.seed)
-        served: list[EpochStats] = []
+        served = []
         seconds = [twin.warmup_s] + [config.epoch_seconds] * len(alphas)
         for alpha, slow, epoch_s in zip([alphas[0], *alphas], slowness, seconds, strict=True):
             twin.set_speed(profile.slower_host(float(slow)))
             served.append(twin.run(round(100 * alpha), epoch_s))
-        drawn.append([mean_over(served[1:], name, kept) for name in FIGURES])
+        return served[1:]
+
+    slowness = np.ones(1 + len(alphas))
+    if args.host_speed:
+        if "evictions" not in record:  # older ones; the surrogate has the live hit rates
+            evictions = sum(epoch.evictions for epoch in serve(slowness))
+            record = {**record, "evictions": evictions}
+        # In the warm-up, which comes first, it is not recorded: the mean stands for it.
+        slowness = host_slowness(
+            record["machine_state"], kept, profile, config.layers,
+            ColdWork.of(config, record), slowness.size,
+        )  # fmt: skip
+    drawn = []
+    for twin.draw in range(args.draws):
+        served = serve(slowness)
+        drawn.append([mean_over(served, name, kept) for name in FIGURES])
     return dict(zip(FIGURES, np.mean(drawn, axis=0).tolist(), strict=True))
 
 

@@ -13,7 +13,7 @@ is taken from the streams.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,10 @@ IDLE_MS = (0.5, 8.0, 20.0)
 ALONE_WEIGHT = 3.0
 """Of a cell of batches that were timed by themselves, over one batch of a stream."""
 ITERATIONS = 30
+PASSES = 4
+"""Of the fit: how fast the host was depends on what evicting takes, and the other way round."""
+FEWEST_TOLD = 100
+"""Batches of streams with nothing cached."""
 LEAST_RESIDUAL = 0.003
 STRETCH = 128
 """Batches of a stream that stay together in the jitter."""
@@ -87,9 +91,9 @@ class Terms:
     """Of a lookup beside an emulated link; else the fit finds it."""
     link_row_ms: float | None
     """An emulated link's, beside which lookups run; None: the fit finds the link."""
-    evict_ms: float | None
-    """Of an evicted entry, by `cold_host_ms`; None: the fit tells it from storing as far as it can."""
     cuda: bool
+    admission_ms: tuple[float, float] = (0.0, 0.0)
+    """`evict_ms` and `store_layer_ms`, by the batches of the same stream."""
 
 
 def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell]:
@@ -125,12 +129,7 @@ def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell
 
 
 def compute_columns(cell: Cell, terms: Terms) -> Floats:
-    """Layers x what a batch's compute has of each knot of recompute, then of append, and stored tokens.
-
-    Returns
-    -------
-    [2 knots + 1].
-    """
+    """Layers x what a batch's compute has of each knot of recompute, then of append, [2 knots]."""
     units = np.eye(len(terms.knots))
     sequence = cell.history + terms.candidates
     full = np.stack([
@@ -140,16 +139,20 @@ def compute_columns(cell: Cell, terms: Terms) -> Floats:
     new = sequence - cell.cached
     share = np.clip((new - terms.append_tokens) / (sequence - terms.append_tokens), 0.0, 1.0)
     share = np.where(cell.cached == 0, 1.0, share)
-    columns = [(full * share).sum(1), (few * (1.0 - share)).sum(1), [cell.stored]]
-    return cell.layers * np.concatenate(columns)
+    return cell.layers * np.concatenate([(full * share).sum(1), (few * (1.0 - share)).sum(1)])
 
 
 def known_ms(cell: Cell, terms: Terms) -> float:
-    """What is known before the fit: of rows beside an emulated link, of evictions where the host told."""
-    known = cell.host * cell.evicted * (terms.evict_ms or 0.0)
+    """What is known before the fit: of stored and evicted entries, of rows beside an emulated link."""
+    known = float(admission_columns(cell) @ np.array(terms.admission_ms))
     if terms.link_row_ms is not None:
         known += max(cell.hit_rows * terms.key_ms, cell.missed_rows * terms.link_row_ms)
     return known
+
+
+def admission_columns(cell: Cell) -> Floats:
+    """Of the host, evicted entries; of the device, tokens stored in all layers: [2]."""
+    return np.array([cell.host * cell.evicted, cell.layers * cell.stored])
 
 
 def eager(cell: Cell, terms: Terms) -> bool:
@@ -158,15 +161,14 @@ def eager(cell: Cell, terms: Terms) -> bool:
     return terms.cuda and new.size > 1 and float(new.max()) > GRAPH_TOKENS
 
 
-HOST_COLUMNS = 5
-"""Of `design`: overhead; further requests; no graph, each layer of it; evicted entries."""
+HOST_COLUMNS = 4
+"""Of `design`: overhead; further requests; no graph, each layer of it."""
 
 
 def design(cell: Cell, terms: Terms) -> Floats:
     """Columns: those of the host, pauses; missed rows, rows found; compute."""
     launched = float(eager(cell, terms))
-    evicted = cell.evicted if terms.evict_ms is None else 0.0
-    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched, evicted]
+    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched]
     pauses = [
         np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
     ]
@@ -240,6 +242,45 @@ def least_absolute(matrix: Floats, target: Floats, weight: Floats) -> Floats:
     return np.asarray(found, np.float64)
 
 
+def fit_columns(cells: Sequence[Cell], terms: Terms) -> Floats:
+    """What each column of `design` takes, milliseconds."""
+    matrix = np.stack([design(cell, terms) for cell in cells])
+    target = np.array([cell.ms - known_ms(cell, terms) for cell in cells])
+    weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in cells])
+    return least_absolute(matrix, target, weight)
+
+
+def fit_admission(cells: Sequence[Cell], terms: Terms, found: Floats) -> tuple[float, float] | None:
+    """`evict_ms` and `store_layer_ms`, from batches of a stream beside others of it.
+
+    Which stream stores and evicts goes with how fast the host was meanwhile, and that is not known so well.
+    But within a stream some requests with nothing cached are stored and some are not, some find room and
+    some evict: so each stream has a level of its own, and slopes over missed rows and the host's slowness.
+
+    Args:
+        cells: that are fitted.
+        terms: of the fit.
+        found: `fit_columns` of them.
+
+    Returns:
+        None where too few batches tell.
+    """
+    some = [c for c in cells if c.kind == STREAM and c.history.size == 1 and c.cached.max() == 0]
+    streams = list(dict.fromkeys((c.layers, c.alpha) for c in some))
+    if len(some) < FEWEST_TOLD:
+        return None
+    columns = np.stack([admission_columns(c) for c in some])
+    scale = columns.max(axis=0).clip(1e-12)
+    which = np.array([streams.index((c.layers, c.alpha)) for c in some])
+    other = np.array([(1.0, c.missed_rows / 1e4, c.host) for c in some])
+    of_stream = (np.eye(len(streams))[which][:, :, None] * other[:, None]).reshape(len(some), -1)
+    more_ms = np.array([c.ms - float(design(c, terms) @ found) for c in some])
+    more_ms -= [known_ms(c, replace(terms, admission_ms=(0.0, 0.0))) for c in some]
+    matrix = np.hstack([columns / scale, of_stream, -of_stream])  # of either sign
+    evict, store = least_absolute(matrix, more_ms, np.ones(len(some)))[:2] / scale
+    return float(evict), float(store)
+
+
 def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> NodeProfile:
     """The profile of the machine that `raw` was measured on.
 
@@ -249,18 +290,18 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         name: of the profile.
     """
     require(len(raw) >= 1, "records", "none", "measurements of one depth at least")
-    cold_host = ColdHost.of(raw)
-    cells = cells_of(raw, cold_host)
-    terms = _terms(raw, config, cells, cold_host)
+    admission = (0.0, 0.0)
+    for _ in range(PASSES):
+        cold_host = ColdHost.of(raw, admission[0])
+        cells = cells_of(raw, cold_host)
+        terms = _terms(raw, config, cells, admission)
+        plain = [cell for cell in cells if not comes_second(cell, terms)]
+        found = fit_columns(plain, terms)
+        admission = fit_admission(plain, terms, found) or admission
     second = [cell for cell in cells if comes_second(cell, terms)]
-    plain = [cell for cell in cells if not comes_second(cell, terms)]
-    matrix = np.stack([design(cell, terms) for cell in plain])
-    target = np.array([cell.ms - known_ms(cell, terms) for cell in plain])
-    weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in plain])
-    found = least_absolute(matrix, target, weight)
     knots = len(terms.knots)
     places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots, knots])
-    host, after_idle, (row_ms, key_ms), recompute, append, store = np.split(found, places)
+    host, after_idle, (row_ms, key_ms), recompute, append = np.split(found, places[:-1])
     if terms.link_row_ms is not None:
         row_ms, key_ms = terms.link_row_ms, terms.key_ms
 
@@ -268,7 +309,8 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         return float(design(cell, terms) @ found) + known_ms(cell, terms)
 
     def compute(cell: Cell) -> float:
-        return float(compute_columns(cell, terms) @ found[places[2] :])
+        stored = cell.layers * cell.stored * terms.admission_ms[1]
+        return float(compute_columns(cell, terms) @ found[places[2] :]) + stored
 
     def graph_ms(cell: Cell) -> float:
         return 0.0 if eager(cell, terms) else compute(cell)
@@ -312,7 +354,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         append_tokens=terms.append_tokens,
         append_history_tokens=terms.knots,
         append_layer_ms=tuple(_round(v) for v in append),
-        store_layer_ms=_round(store[0]),
+        store_layer_ms=_round(terms.admission_ms[1]),
         wake_ms=_round(wake_ms),
         loop_ms=_round(loop_ms),
         choose_ms=_round(choose_ms),
@@ -320,7 +362,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(host[2]),
         eager_layer_ms=_round(host[3]),
-        evict_ms=_round(host[4] if terms.evict_ms is None else terms.evict_ms),
+        evict_ms=_round(terms.admission_ms[0]),
         mixed_slowdown=_round(mixed),
         lookup_overlaps=config.emulated_link_gbps is not None,
         ahead_ms=_round(ahead[0]),
@@ -352,7 +394,10 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
 
 
 def _terms(
-    raw: Sequence[Mapping[str, Any]], config: LiveConfig, cells: list[Cell], cold_host: ColdHost
+    raw: Sequence[Mapping[str, Any]],
+    config: LiveConfig,
+    cells: list[Cell],
+    admission: tuple[float, float],
 ) -> Terms:
     lengths = sorted({float(c.history[0]) for c in cells if c.kind == "cold" and not c.refilling})
     link = config.emulated_link_gbps
@@ -362,8 +407,8 @@ def _terms(
         knots=tuple(length + config.candidates for length in lengths),
         key_ms=1e-6 * _median(raw, "bandwidths", "lookup_ns_per_key"),
         link_row_ms=None if link is None else config.row_bytes / link * 1e-6,
-        evict_ms=cold_host.evict_ms or None,
         cuda=config.device == "cuda",
+        admission_ms=admission,
     )
 
 

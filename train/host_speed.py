@@ -19,7 +19,7 @@ from hlem_env.live.machine_state import COLD_HOST_EVICT, COLD_HOST_ROW, mean_hos
 STREAM = "stream"
 """The kind of a batch that came as a load makes them."""
 LEAST_SPREAD = 0.2
-"""Of the missed rows over their mean, and of evicted entries, from which on what each adds is fitted."""
+"""Of the missed rows over their mean, from which on what each adds is fitted."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,23 @@ class ColdHost:
     """And for each KV entry evicted."""
 
     @classmethod
-    def of(cls, raw: Sequence[Mapping[str, Any]]) -> ColdHost:
-        """By least squares over the seconds of the streams of all depths."""
+    def of(cls, raw: Sequence[Mapping[str, Any]], evict_ms: float = 0.0) -> ColdHost:
+        """By least squares over the seconds of the streams of all depths.
+
+        Args:
+            raw: of all depths.
+            evict_ms: of an evicted entry, as batches tell it that came beside others: which stream evicts
+                goes with how fast the host was in its seconds.
+        """
         seconds = [second for depth in raw for second in _cold_seconds(depth) if second[0] > 0]
         if not seconds:
             return cls(0.0, 0.0)
         ms, rows, evicted = np.array(seconds).T
-        # Without a spread the slope would be the host's ups and downs.
-        told = np.array([
-            np.ptp(rows) >= LEAST_SPREAD * rows.mean(), np.ptp(evicted) >= LEAST_SPREAD,
-        ])  # fmt: skip
-        columns = np.stack([rows, evicted]) * told[:, None]
-        scale = columns.max(axis=1, keepdims=True).clip(1e-12)
-        found, *_ = np.linalg.lstsq(np.stack([np.ones(ms.size), *columns / scale], axis=1), ms)
-        slopes = np.maximum(found[1:] / scale[:, 0], 0.0) * told
-        return cls(float((ms - slopes @ columns).mean()), *slopes.tolist())
+        ms = ms - evict_ms * evicted
+        row_ms = 0.0
+        if np.ptp(rows) >= LEAST_SPREAD * rows.mean():  # else it would be the host's ups and downs
+            row_ms = max(float(np.polyfit(rows, ms, 1)[0]), 0.0)
+        return cls(float((ms - row_ms * rows).mean()), row_ms, evict_ms)
 
     def slowness(self, depth: Mapping[str, Any]) -> NDArray[np.float64]:
         """What the host took around each sample of a depth over what it takes on average, [samples].
