@@ -151,7 +151,7 @@ def design_points(
     It is the best by mean P99 over all repeats: of one run it may be that of the fastest host.
     """
     if args.design is not None:
-        return given_design(args.design, bench), []
+        return given_design(args.design, bench.dataset, bench.config), []
     found: dict[str, int] = {}
     missing: list[Piece] = []
     for policy in (LRU, SCAN_RESISTANT):
@@ -173,7 +173,7 @@ def design_points(
     return found, missing
 
 
-def given_design(path: Path, bench: Bench) -> dict[str, int]:
+def given_design(path: Path, dataset: str, config: LiveConfig) -> dict[str, int]:
     """The design points of a report, hundredths.
 
     Raises:
@@ -189,7 +189,7 @@ def given_design(path: Path, bench: Bench) -> dict[str, int]:
         theirs = {"dataset": found["dataset"], **found["preset"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtefactError(f"{path} is no report of eval.end_to_end: {error}") from error
-    ours = json.loads(json.dumps({"dataset": bench.dataset, **bench.config.to_json()}))
+    ours = json.loads(json.dumps({"dataset": dataset, **config.to_json()}))
     for name, value in ours.items():
         given = f"{path}, with {name}={theirs.get(name)}"
         require(theirs.get(name) == value, "--design", given, f"{name}={value}")

@@ -154,7 +154,7 @@ def main(args: Args) -> int:
                     repeats=args.repeats, epochs=args.epochs, profile=args.profile)  # fmt: skip
     part = Slice(args.records, args.seconds, command("eval.end_to_end_loads"))
     bench = make_bench(plan, part)
-    design = given_design(args.design, bench)
+    design = given_design(args.design, bench.dataset, bench.config)
     missing = measure(args, bench, plan, design)
     print(time_left(missing, args.seconds, 0.0))
     if missing:

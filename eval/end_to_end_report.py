@@ -34,10 +34,27 @@ def report(records: Sequence[Mapping[str, Any]], design: Mapping[str, int]) -> d
         records: of the runs.
         design: alpha of the design point by KV policy, hundredths.
     """
-    cells: dict[tuple[str, str, str], Runs] = {}
     disturbed = disturbed_runs(records)
     whole = [record for record in records if Run(**record["run"]).name not in disturbed]
-    for record in undisturbed_part(whole):
+    return {
+        "design_point_alpha": {policy: alpha / 100 for policy, alpha in design.items()},
+        "load": records[0]["load"] if records else None,
+        "disturbed": sorted(disturbed),
+        "rows": tabulate(undisturbed_part(whole), design),
+    }
+
+
+def tabulate(
+    records: Sequence[Mapping[str, Any]], design: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """A row for each regime, KV policy and allocation, paired over seeds.
+
+    Args:
+        records: of the runs, one a seed.
+        design: as `report`.
+    """
+    cells: dict[tuple[str, str, str], Runs] = {}
+    for record in records:
         run = record["run"]
         key = run["regime"], run["kv_policy"], run["allocation"]
         cells.setdefault(key, {})[run["seed"]] = record
@@ -49,13 +66,7 @@ def report(records: Sequence[Mapping[str, Any]], design: Mapping[str, int]) -> d
             }
             for name, runs in _named(part, design.get(policy)).items():
                 named[regime, policy, name] = runs
-    rows = [_row(key, runs, named) for key, runs in named.items()]
-    return {
-        "design_point_alpha": {policy: alpha / 100 for policy, alpha in design.items()},
-        "load": records[0]["load"] if records else None,
-        "disturbed": sorted(disturbed),
-        "rows": rows,
-    }
+    return [_row(key, runs, named) for key, runs in named.items()]
 
 
 def disturbed_runs(records: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -8,41 +8,36 @@ as well as a static split, and what the host makes of two runs does not count as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from eval.end_to_end_plan import LRU, Run
-from eval.host_slowness import (
-    ColdWork,
-    Floats,
-    States,
-    host_slowness,
-    is_disturbed,
-    slow_epochs,
-    typical_host_ms,
+from eval.end_to_end_plan import LRU
+from eval.end_to_end_replay import (
+    Epochs,
+    Replay,
+    folder_of,
+    mean_over,
+    node_profile,
+    read,
+    typical_by_folder,
 )
-from eval.pieces import Slice
+from eval.host_slowness import is_disturbed, slow_epochs
 from eval.sim_to_real_report import rank_correlation
 from hlem_env.command_line import run_command
-from hlem_env.errors import ArgumentError, require
-from hlem_env.live.config import LiveConfig
+from hlem_env.errors import require
 from hlem_env.live.machine_state import with_queue
-from hlem_env.live_scenario import surrogate_twin
 from hlem_env.machine import command, write_result
-from hlem_env.scenario import Scenario
 from hlem_env.surrogate.hardware import NodeProfile
-from hlem_env.telemetry import EpochStats
 
 LEAST_ALPHAS = 3
 """For a rank correlation."""
 FIGURES = ("p99_ms", "mean_service_ms", "utilisation", "kv_hit", "emb_hit")
-Epochs = NDArray[np.bool_]
 
 
 @dataclass
@@ -66,55 +61,17 @@ class Args:
         require(self.draws > 0, "draws", self.draws, "above 0")
 
 
-def config_of(record: Mapping[str, Any]) -> LiveConfig:
-    """The node of a record; what has come to a preset since has its default."""
-    preset, known = record["preset"], [field.name for field in fields(LiveConfig)]
-    values: dict[str, Any] = {name: preset[name] for name in known if name in preset}
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return LiveConfig(**values)
-
-
 def simulate(
     record: Mapping[str, Any], profile: NodeProfile, kept: Epochs, args: Args
 ) -> dict[str, float]:
     """What the surrogate measures in the epochs of a record that are kept, [epochs]."""
-    config, run, alphas = config_of(record), Run(**record["run"]), record["epochs"]["alpha"]
-    scenario = Scenario(
-        preset=record["dataset"], regime=run.regime, kv_policy=run.kv_policy,
-        utilisation=config.utilisation * record["load"], episode_epochs=len(alphas),
-    )  # fmt: skip
-    twin = surrogate_twin(scenario, config, profile, record["speed"])
-
-    def serve(slowness: Floats) -> list[EpochStats]:
-        """One episode; the warm-up is its first epoch."""
-        twin.reset(run.seed)
-        served = []
-        seconds = [twin.warmup_s] + [config.epoch_seconds] * len(alphas)
-        for alpha, slow, epoch_s in zip([alphas[0], *alphas], slowness, seconds, strict=True):
-            twin.set_speed(profile.slower_host(float(slow)))
-            served.append(twin.run(round(100 * alpha), epoch_s))
-        return served[1:]
-
-    slowness = np.ones(1 + len(alphas))
-    if args.host_speed:
-        if "evictions" not in record:  # older ones; the surrogate has the live hit rates
-            evictions = sum(epoch.evictions for epoch in serve(slowness))
-            record = {**record, "evictions": evictions}
-        # In the warm-up, which comes first, it is not recorded: the mean stands for it.
-        slowness = host_slowness(
-            record["machine_state"], kept, profile, config.layers,
-            ColdWork.of(config, record), slowness.size,
-        )  # fmt: skip
-    drawn = []
-    for twin.draw in range(args.draws):
-        served = serve(slowness)
-        drawn.append([mean_over(served, name, kept) for name in FIGURES])
-    return dict(zip(FIGURES, np.mean(drawn, axis=0).tolist(), strict=True))
-
-
-def mean_over(epochs: Sequence[EpochStats], name: str, kept: Epochs) -> float:
-    """Mean of a figure over the epochs that are kept, [epochs]."""
-    return float(np.mean([getattr(epoch, name) for epoch in epochs], where=kept))
+    replay = Replay(record, profile)
+    slowness = replay.slowness(kept) if args.host_speed else np.ones(1 + kept.size)
+    served = [replay.serve(slowness, draw) for draw in range(args.draws)]
+    return {
+        name: float(np.mean([mean_over(epochs, attrgetter(name), kept) for epochs in served]))
+        for name in FIGURES
+    }
 
 
 def live_figures(record: Mapping[str, Any], kept: Epochs) -> dict[str, float]:
@@ -130,10 +87,7 @@ def compare(
     records: Mapping[str, Mapping[str, Any]], profile: NodeProfile, args: Args
 ) -> list[dict[str, Any]]:
     """A row for each live run, by folder and file. A host is slow beside the others of its folder."""
-    hosts: dict[str, list[States]] = {}
-    for name, record in records.items():
-        hosts.setdefault(folder_of(name), []).append(record["machine_state"])
-    typical_ms = {folder: typical_host_ms(runs) for folder, runs in hosts.items()}
+    typical_ms = typical_by_folder(records)
     rows = []
     for name, record in records.items():
         slow = slow_epochs(record["machine_state"], typical_ms[folder_of(name)])
@@ -155,21 +109,23 @@ def errors(live: Mapping[str, float], sim: Mapping[str, float]) -> dict[str, flo
 
 
 def over_alpha(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Static splits of the same requests under the same policy, where three or more of them count."""
+    """Static splits of one folder, requests and policy, where three or more of them count."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         run = row["run"]
         if not row["disturbed"] and run["allocation"].startswith("static-"):
-            key = run["regime"], run["kv_policy"], run["seed"], row["load"], row["epochs"]
+            folder = folder_of(row["name"])
+            key = run["regime"], run["kv_policy"], run["seed"], row["load"], folder
             groups.setdefault(key, []).append(row)
     found = []
-    for (regime, policy, seed, load, _), some in groups.items():
+    for (regime, policy, seed, load, folder), some in groups.items():
         alphas = [int(row["run"]["allocation"].removeprefix("static-")) / 100 for row in some]
         live, sim = (np.array([row[which]["p99_ms"] for row in some]) for which in ("live", "sim"))
         if len(some) >= LEAST_ALPHAS:
             best = alphas[int(live.argmin())], alphas[int(sim.argmin())]
             found.append({
-                "regime": regime, "kv_policy": policy, "seed": seed, "load": load, "alphas": alphas,
+                "folder": folder, "regime": regime, "kv_policy": policy, "seed": seed, "load": load,
+                "alphas": alphas,
                 "rank_correlation": rank_correlation(live, sim), "best_alpha_live": best[0],
                 "best_alpha_sim": best[1], "regret": float(live[sim.argmin()] / live.min() - 1),
             })  # fmt: skip
@@ -241,7 +197,7 @@ def print_groups(groups: Sequence[Mapping[str, Any]]) -> None:
     """A line for each."""
     for group in groups:
         print(
-            f"{group['regime']}, {group['kv_policy']}, seed {group['seed']}, load {group['load']:g},"
+            f"{group['folder']}: {group['regime']}, {group['kv_policy']}, seed {group['seed']},"
             f" {len(group['alphas'])} alphas: rank correlation {group['rank_correlation']:.2f}, best"
             f" {group['best_alpha_live']:.2f} | {group['best_alpha_sim']:.2f},"
             f" regret {100 * group['regret']:.1f} %"
@@ -281,34 +237,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def folder_of(name: str) -> str:
-    """Of a record that `read` has named."""
-    return name.rpartition("/")[0]
-
-
-def read(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Records of live runs by folder and file."""
-    found: dict[str, dict[str, Any]] = {}
-    for folder in folders:
-        part = Slice(folder, 0.0, "")
-        for path in sorted(folder.glob("*.json")):
-            record = part.read(path.stem)
-            if "run" not in record:  # the machine's speed
-                continue
-            require("epochs" in record, "--records", str(path), "records of eval.end_to_end")
-            clock, known = record.get("clock"), "runs of a live node on the wall clock"
-            require(clock == "wall", "--records", f"{path}, clock {clock}", known)
-            found[f"{folder.name}/{path.stem}"] = record
-    given = ", ".join(map(str, folders))
-    require(bool(found), "--records", given, "folders of eval.end_to_end")
-    return found
-
-
 def main(args: Args) -> int:
     """Compare what there is."""
-    profile = NodeProfile.load(args.profile)
-    if not isinstance(profile, NodeProfile):
-        raise ArgumentError("profile", args.profile, "one that train.calibrate has fitted")
+    profile = node_profile(args.profile)
     rows = compare(read(args.records), profile, args)
     found, groups = summary(rows), over_alpha(rows)
     print_table(rows, found, Console(width=140))

@@ -12,6 +12,7 @@ from agents.forecast import PRETRAINED
 from eval.end_to_end import Args, forget_disturbed, main
 from eval.end_to_end_bench import LiveBench
 from eval.end_to_end_plan import GRID_CENTI, REGIMES, Run, everything, seeds_with_bursts
+from eval.end_to_end_replay import node_profile
 from eval.end_to_end_report import report
 from eval.pieces import Slice
 from hlem_env.errors import ArgumentError, ArtefactError
@@ -198,7 +199,9 @@ def test_the_surrogate_serves_the_same_plan(tmp_path: Path) -> None:
     assert main(given) == 0  # what is given is not measured, and the runs are the same
     with pytest.raises(ArgumentError, match=r"--load.*0.9"):
         main(replace(given, load=0.9))
-    with pytest.raises(ArgumentError, match=r"--speed=1.1 .*allowed: 1.51"):
+    preset, profile = LiveConfig.load("h200-8gib"), node_profile("h200-live")
+    speed = str(preset.probe_ms / profile.probe_ms["6"])
+    with pytest.raises(ArgumentError, match=rf"--speed=1.1 .*allowed: {speed[:5]}"):
         main(replace(given, speed=1.1))
     slower = replace(given, records=tmp_path / "slower", speed=0.75, repeats=1, load=0.9)
     assert main(slower) == 0

@@ -29,7 +29,11 @@ def write(folder: Path, runs: list[Run], slowness: float = 1.0) -> None:
     for run in runs:
         record: dict[str, Any] = bench.run(run, EPOCHS, 0.6)
         work = ColdWork.of(bench.config, record)
-        cold_ms = slowness * (then["cold_host_ms"] + then["cold_host_row_ms"] * work.missed_rows)
+        cold_ms = slowness * (
+            then["cold_host_ms"]
+            + then["cold_host_row_ms"] * work.missed_rows
+            + then["cold_host_evict_ms"] * work.evicted
+        )
         states = [{"cold_host_ms": cold_ms, "python_ms": 1.0}] * EPOCHS
         part.write(run.name, record | {"clock": "wall", "machine_state": states})
 
@@ -44,7 +48,7 @@ def test_it_measures_the_same_with_the_same_host(tmp_path: Path) -> None:
     runs = [
         Run("steady", "scan_resistant", f"static-{alpha}", 1) for alpha in ("010", "050", "090")
     ]
-    runs.append(Run("trend", "lru", "smart", 3))
+    runs.append(Run("trend", "scan_resistant", "smart", 3))
     write(tmp_path / "a", runs)
     found = twin(tmp_path / "a", tmp_path / "out.json")
     assert found["summary"]["runs"] == 4 and found["summary"]["disturbed"] == 0
