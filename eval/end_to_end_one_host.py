@@ -290,7 +290,13 @@ def main(args: Args) -> int:
     if args.plot is not None:
         draw(rows, design, args.plot)
     if args.json is not None:
-        payload = {"profile": profile.name, **found, "agreement": same, "runs": rows}
+        payload = {
+            "device": profile.hardware,
+            "profile": profile.name,
+            **found,
+            "agreement": same,
+            "runs": rows,
+        }
         write_result(args.json, command("eval.end_to_end_one_host"), payload)
     return 0
 
