@@ -19,7 +19,6 @@ from hlem_env.errors import ArtefactError, require
 BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 RESULTS = Path("docs/results")
 MISSING = "not measured yet"
-DISTURBED = "not yet: the host was slow meanwhile"
 Values = Mapping[str, Any]
 
 
@@ -139,20 +138,13 @@ def _agreement(values: Values) -> str:
 
 
 def _end_to_end(regime: str, allocation: str, reference: str) -> Callable[[Values], str]:
-    against = {"over_lru_design": "lru-", "over_best_static": "scan_resistant-static-"}[reference]
-
     def figure(values: Values) -> str:
         for row in values["rows"]:
             if (row["regime"], row["kv_policy"], row["allocation"]) == (
                 regime, "scan_resistant", allocation,
             ):  # fmt: skip
                 if row[reference] is None:
-                    # Of a grid, those that are left may be what is missing.
-                    whole = reference == "over_lru_design" or not values.get("pieces_missing")
-                    slow = whole and any(
-                        name.startswith(f"{regime}-{against}") for name in values["disturbed"]
-                    )
-                    return "saturated" if any(row["saturated"]) else DISTURBED if slow else MISSING
+                    return "saturated" if any(row["saturated"]) else MISSING
                 repeats = int(row[reference]["seeds"])
                 if repeats == 1:
                     return f"{row[reference]['value']:.3f}, one repeat"

@@ -52,7 +52,7 @@ from eval.end_to_end_replay import (
     typical_by_folder,
 )
 from eval.end_to_end_report import print_tables, tabulate
-from eval.host_slowness import slow_epochs
+from eval.host_slowness import MOST_SLOWNESS, slow_epochs
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.live.machine_state import with_queue
@@ -86,7 +86,10 @@ class Args:
     def __post_init__(self) -> None:
         require(self.draws > 0, "draws", self.draws, "above 0")
         require(
-            self.slowness is None or 0 < self.slowness <= 5, "slowness", self.slowness, "0 to 5"
+            self.slowness is None or 0 < self.slowness <= MOST_SLOWNESS,
+            "slowness",
+            self.slowness,
+            f"above 0, up to {MOST_SLOWNESS}",
         )
 
 
@@ -98,7 +101,7 @@ def refuse_others(records: Mapping[str, Mapping[str, Any]]) -> None:
     """
 
     def about(record: Mapping[str, Any]) -> dict[str, Any]:
-        of_all = {name: record[name] for name in SAME}
+        of_all = {name: record.get(name) for name in SAME}
         epochs = len(record["epochs"]["alpha"])
         return {**of_all, "epochs": epochs, **config_of(record).to_json()}
 

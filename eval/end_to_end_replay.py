@@ -111,10 +111,13 @@ def read(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Records of live runs by folder and file.
 
     Raises:
-        ArgumentError: a folder holds others, or there are none.
+        ArgumentError: a folder is missing or holds others, two have one name, or there are none.
     """
     found: dict[str, dict[str, Any]] = {}
-    for folder in folders:
+    names = [folder.resolve().name for folder in folders]
+    require(len(set(names)) == len(names), "--records", names, "folders with different names")
+    for folder, folder_name in zip(folders, names, strict=True):
+        require(folder.is_dir(), "--records", f"{folder}, no folder", "folders of eval.end_to_end")
         part = Slice(folder, 0.0, "")
         for path in sorted(folder.glob("*.json")):
             record = part.read(path.stem)
@@ -123,7 +126,7 @@ def read(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
             require("epochs" in record, "--records", str(path), "records of eval.end_to_end")
             clock, known = record.get("clock"), "runs of a live node on the wall clock"
             require(clock == "wall", "--records", f"{path}, clock {clock}", known)
-            found[f"{folder.name}/{path.stem}"] = record
+            found[f"{folder_name}/{path.stem}"] = record
     given = ", ".join(map(str, folders))
     require(bool(found), "--records", given, "folders of eval.end_to_end")
     return found

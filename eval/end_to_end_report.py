@@ -193,7 +193,7 @@ def print_tables(found: Mapping[str, Any], console: Console) -> None:
         console.print(table)
     console.print("Ratios of mean P99, in brackets the least and largest of a repeat.")
     if any(sum(row["epochs_left_out"]) for row in found["rows"]):
-        console.print("Epochs with a slow host are left out of all runs of the same requests.")
+        console.print("Epochs with a slow host are left out.")
     if found["disturbed"]:
         console.print(
             f"Disturbed by a slow host, and counted nowhere: {', '.join(found['disturbed'])}"

@@ -6,7 +6,8 @@ the inverse of their time, so that residuals are relative, and it is their absol
 a few slow batches do not move the fit. What is the host's goes with how fast the host was meanwhile, where
 that was recorded: else a depth whose turn came while it was slow would seem to have slower layers. Mixed
 batches, but for those that the host launches piece by piece, those beside refill and those that plan a
-prefetch come second: what they take beyond the rest of the model. How times scatter around the model
+prefetch come second: what they take beyond the rest of the model. What storing and evicting take is told
+by batches of one stream, beside one another. How times scatter around the model
 is taken from the streams.
 """
 

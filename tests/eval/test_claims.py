@@ -6,7 +6,6 @@ import pytest
 from eval.claims import (
     BEGIN,
     CLAIMS,
-    DISTURBED,
     END,
     LIVE,
     MISSING,
@@ -65,17 +64,17 @@ def test_a_simulation_was_measured_on_nothing() -> None:
     assert hardware({"preset": preset, "clock": "simulated"}) == "simulated"
 
 
-def test_what_a_slow_host_took_is_told_from_what_was_not_run(tmp_path: Path) -> None:
+def test_what_has_no_ratio_is_missing_or_saturated(tmp_path: Path) -> None:
     row = {"regime": "trend", "kv_policy": "scan_resistant", "allocation": "smart",
-           "saturated": [False], "over_lru_design": None, "over_best_static": None}  # fmt: skip
-    burst = row | {"regime": "burst"}
-    disturbed = ["trend-lru-static-090-seed3", "burst-scan_resistant-static-030-seed3"]
-    record = {"rows": [row, burst], "disturbed": disturbed, "device": "GPU", "pieces_missing": 45}
+           "saturated": [True, False], "over_lru_design": None, "over_best_static": None}  # fmt: skip
+    burst = row | {"regime": "burst", "saturated": [False, False]}
+    same = {name: {"median": 0.026, "p90": 0.061} for name in ("on one host", "live")}
+    record = {"rows": [row, burst], "device": "GPU", "agreement": {"pairs": 26, **same}}
     (tmp_path / LIVE).write_text(json.dumps(record))
     lines = [line for line in table(tmp_path).splitlines() if f"({RESULTS / LIVE})" in line]
     found = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines}
-    assert [name for name, figure in found.items() if figure == DISTURBED] == [
-        "Live, Books, Trend: SmartAllocator's P99 over plain LRU with its design point"
-    ]
-    assert found["Trend, over scan-resistant KV with the best static split"] == MISSING
-    assert found["The same in Burst"] == MISSING
+    trend = "Live, as on one host, Books, Trend: SmartAllocator's P99 over plain LRU with its design point"
+    assert found[trend] == "saturated"
+    assert found["The same in Burst"] == found["Burst: admission alone"] == MISSING
+    again = "P99 of the same live run again, as on one host"
+    assert found[again] == "3 % apart, P90 6 %; as it was 3 % apart, P90 6 %; 26 pairs"

@@ -128,6 +128,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "other", {RUNS[0]: 1.0}, load=0.6)
     with pytest.raises(ArgumentError, match=r"load=0\.6.*load=0\.7"):
         main(args(tmp_path / "one", tmp_path / "other"))
+    with pytest.raises(ArgumentError, match="different names"):
+        main(args(tmp_path / "one", tmp_path / "other" / ".." / "one"))
+    with pytest.raises(ArgumentError, match="missing, no folder"):
+        main(args(tmp_path / "one", tmp_path / "missing"))
     with pytest.raises(ArtefactError, match=r"no report of eval\.end_to_end"):
         main(Args((tmp_path / "one",), tmp_path / "missing.json"))
     for wrong in ({"slowness": 0.0}, {"draws": 0}):
