@@ -93,6 +93,20 @@ class Args:
         )
 
 
+def runs_of_plan(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The runs that are compared, without those that found a design point or the load.
+
+    Raises:
+        ArgumentError: there are none.
+    """
+    found = {
+        name: record for name, record in records.items()
+        if name == f"{folder_of(name)}/{Run(**record['run']).name}"
+    }  # fmt: skip
+    require(bool(found), "--records", list(records)[:3], "runs of the plan of eval.end_to_end")
+    return found
+
+
 def refuse_others(records: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse runs that cannot be compared.
 
@@ -271,7 +285,7 @@ def draw(rows: Sequence[Mapping[str, Any]], design: Mapping[str, int], path: Pat
 
 def main(args: Args) -> int:
     """Correct what there is, and show it."""
-    profile, records = node_profile(args.profile), read(args.records)
+    profile, records = node_profile(args.profile), runs_of_plan(read(args.records))
     refuse_others(records)
     first = next(iter(records.values()))
     design = given_design(args.design, first["dataset"], config_of(first))

@@ -98,6 +98,8 @@ def test_what_the_hosts_did_is_taken_out(tmp_path: Path) -> None:
 
 def test_the_one_host_is_the_median_of_those_that_count(tmp_path: Path) -> None:
     write(tmp_path / "runs", dict(zip(RUNS[:3], (0.8, 1.1, 1.25), strict=True)))
+    other = json.loads((tmp_path / "runs" / f"{RUNS[0].name}.json").read_text()) | {"load": 0.9}
+    (tmp_path / "runs" / "load-0-steady.json").write_text(json.dumps(other))  # no run of the plan
     found = one_host(tmp_path / "runs")
     assert found["slowness"] == pytest.approx(1.1)
     slower = one_host(tmp_path / "runs", slowness=1.4)
