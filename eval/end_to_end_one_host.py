@@ -7,8 +7,8 @@ in every second, and with one host for all, and
     P99 on one host = P99 live * P99 simulated on one host / P99 simulated with the run's own host
 
 So the surrogate tells what the host did, and nothing else: what it gets wrong of both cancels. Epochs in
-which the host was slow, and those in which their queue may show, are left out of the live P99 and of the
-simulated one beside it. The share of requests within the SLO and the utilisation are corrected by the
+which the host was slow, and those after them in which their queue may show, are left out of the live P99 and
+of the simulated one beside it. The share of requests within the SLO and the utilisation are corrected by the
 simulated difference.
 
 Whether that holds shows where a run was measured more than once: its P99s on one host agree, whatever the
@@ -52,7 +52,8 @@ from eval.end_to_end_replay import (
     typical_by_folder,
 )
 from eval.end_to_end_report import print_tables, tabulate
-from eval.host_slowness import MOST_SLOWNESS, slow_epochs
+from eval.host_slowness import MOST_SLOWNESS, Floats, slow_epochs
+from eval.records import SATURATION
 from hlem_env.command_line import run_command
 from hlem_env.errors import require
 from hlem_env.live.machine_state import with_queue
@@ -134,13 +135,21 @@ def epochs_that_count(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Epo
         ArgumentError: a record has none.
     """
     typical_ms = typical_by_folder(records)
-    kept = {
-        name: ~with_queue(slow_epochs(record["machine_state"], typical_ms[folder_of(name)]))
-        for name, record in records.items()
-    }
+    kept = {}
+    for name, record in records.items():
+        slow = slow_epochs(record["machine_state"], typical_ms[folder_of(name)])
+        kept[name] = ~with_backlog(with_queue(slow), np.array(record["epochs"]["utilisation"]))
     for name, of in kept.items():
         require(bool(of.any()), "--records", f"{name}, slow in every epoch", "other runs")
     return kept
+
+
+def with_backlog(left_out: Epochs, utilisation: Floats) -> Epochs:
+    """Those left out [epochs], and those right after them while the node works off a queue all the time."""
+    found = left_out.copy()
+    for epoch in range(1, found.size):
+        found[epoch] |= found[epoch - 1] and utilisation[epoch] > SATURATION
+    return found
 
 
 def replayed(

@@ -9,7 +9,7 @@ import pytest
 
 from eval.end_to_end import Args as PlanArgs
 from eval.end_to_end import make_bench
-from eval.end_to_end_one_host import Args, main
+from eval.end_to_end_one_host import Args, main, with_backlog
 from eval.end_to_end_plan import Run
 from eval.end_to_end_replay import Replay, node_profile
 from eval.host_slowness import ColdWork
@@ -123,6 +123,14 @@ def test_a_slow_spell_is_left_out_of_live_and_simulated_alike(tmp_path: Path) ->
     assert set(left_out.values()) == {0}
     assert found["agreement"]["live"]["largest"] > 0.5
     assert found["agreement"]["on one host"]["largest"] < 0.05
+
+
+def test_what_a_spell_left_behind_is_left_out_until_it_is_worked_off() -> None:
+    slow = np.array([False, True, False, False, False, False, False])
+    busy = np.array([0.99, 1.0, 1.0, 0.97, 0.8, 0.99, 0.7])
+    found = with_backlog(slow, busy)
+    assert found.tolist() == [False, True, True, True, False, False, False]
+    assert slow.sum() == 1  # as it was
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
