@@ -226,6 +226,8 @@ CLAIMS = (
     Claim("The same, by the host's speed", "sim-to-real-cpu-small-host-speed.json", _agreement),
     Claim("The same, mean service times matched run by run",
           "sim-to-real-cpu-small-matched.json", _agreement),
+    Claim("As calibrated, on another CPU, whose host was steady",
+          "sim-to-real-cpu-small-machine-2.json", _agreement),
     Claim("On a live node's twin, Books, Trend: SmartAllocator's P99 over plain LRU with its design point",
           TWIN, _end_to_end("trend", SMART, "over_lru_design")),
     Claim("The same in Burst", TWIN, _end_to_end("burst", SMART, "over_lru_design")),
