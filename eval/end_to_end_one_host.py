@@ -6,7 +6,8 @@ in every second, and with one host for all, and
 
     P99 on one host = P99 live * P99 simulated on one host / P99 simulated with the run's own host
 
-So the surrogate tells what the host did, and nothing else: what it gets wrong of both cancels. Epochs in
+So the surrogate tells what the host did, and nothing else: what it gets wrong of both cancels, but for what
+an eviction costs, which under plain LRU would else pass for a slow host (docs/sim_to_real.md). Epochs in
 which the host was slow, and those after them in which their queue may show, are left out of the live P99 and
 of the simulated one beside it. The share of requests within the SLO and the utilisation are corrected by the
 simulated difference.
