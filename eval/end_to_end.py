@@ -3,8 +3,9 @@
 Every run is a piece with a record of its own, in the order of their importance; `--seconds` is the time of
 this run, and another one goes on where it ended. First come what the others need: the design point of each
 KV policy (the best of a grid on Steady), and the load, the highest at which plain LRU with its design point
-keeps the node busy for at most 0.85 of the time in every regime. All have the same refill and prefetch.
-With `--profile` the surrogate serves the same plan, in minutes: what is to be expected of the live node.
+keeps the node busy for at most 0.85 of the time in each of `--regimes`. All have the same refill and
+prefetch. With `--profile` the surrogate serves the same plan, in minutes: what is to be expected of the live
+node.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from eval.end_to_end_plan import (
     LRU,
     REGIMES,
     SCAN_RESISTANT,
+    Regime,
     Run,
     everything,
     seeds_with_bursts,
@@ -76,6 +78,8 @@ class Args:
     """times the preset's rates: the design points are of it, and the search for the load begins there"""
     load: float | None = None
     """times the preset's rates, instead of a search"""
+    regimes: tuple[Regime, ...] = REGIMES
+    """of the requests; the load is the highest that the plain system bears in these"""
     speed: float | None = None
     """of the machine over the preset's, by which the rates are scaled, too; by default by a probe, once for a
     folder, which hangs on how fast the host happens to be"""
@@ -115,6 +119,8 @@ class Args:
             require(
                 value is None or 0 < value <= MOST_LOAD, name, value, f"above 0, up to {MOST_LOAD}"
             )
+        distinct = 0 < len(self.regimes) == len(set(self.regimes))
+        require(distinct, "regimes", self.regimes, f"some of {', '.join(REGIMES)}, each once")
         require(not (self.again and self.report), "again", "with --report", "one of the two")
         require(self.dataset in PRESETS, "dataset", self.dataset, ", ".join(PRESETS))
         require(self.clock in (*CLOCKS, "auto"), "clock", self.clock, "wall, cpu or auto")
@@ -210,14 +216,14 @@ def find_load(
     from the others it alone is run again. Kept is the highest guess that met the limit; when none did, the
     last correction.
     """
-    guess, best, regimes = args.first_load, 0.0, list(REGIMES)
+    guess, best, regimes = args.first_load, 0.0, list(args.regimes)
     epochs = args.short_epochs * 3 // 2
     for attempt in range(LOAD_TRIES):
         names = {f"load-{attempt}-{regime}": regime for regime in regimes}
         pieces = [Piece(name, piece_s(args, bench, epochs)) for name in names]
 
         def execute(
-            piece: Piece, names: dict[str, str] = names, load: float = guess
+            piece: Piece, names: Mapping[str, str] = names, load: float = guess
         ) -> Mapping[str, Any]:
             run = Run(names[piece.name], LRU, static(design[LRU]), seeds(args, bench)[0])
             return bench.run(run, epochs, load)
@@ -244,6 +250,11 @@ def seeds(args: Args, bench: Bench) -> list[int]:
     """One for each repeat."""
     config = RegimeConfig(episode_epochs=args.epochs, epoch_seconds=bench.config.epoch_seconds)
     return seeds_with_bursts(config, args.repeats)
+
+
+def plan(args: Args, bench: Bench, design: dict[str, int]) -> list[Run]:
+    """The runs in order."""
+    return everything(seeds(args, bench), design, args.whole, args.by_repeat, args.regimes)
 
 
 def refuse_others(bench: Bench, part: Slice) -> None:
@@ -291,9 +302,9 @@ def measure(args: Args, bench: Bench, run_missing: bool) -> tuple[list[Run], lis
         )
     if missing:  # the rest counts, too, with a guess at its size
         guess = {LRU: 50, SCAN_RESISTANT: 50}
-        later = everything(seeds(args, bench), guess, args.whole, args.by_repeat)
+        later = plan(args, bench, guess)
         return [], missing + [Piece(run.name, piece_s(args, bench, args.epochs)) for run in later]
-    runs = everything(seeds(args, bench), design, args.whole, args.by_repeat)
+    runs = plan(args, bench, design)
     by_name = {run.name: run for run in runs}
     for name in filter(bench.slice.has, by_name):
         refuse_other_load("--load", load, bench.slice.read(name))

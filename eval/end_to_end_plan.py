@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from serving_bridge.recovery import RecoverySettings
 
 LRU, SCAN_RESISTANT = "lru", "scan_resistant"
 GRID_CENTI = (10, 30, 50, 70, 90)
-REGIMES = "trend", "burst", "steady"
+Regime = Literal["trend", "burst", "steady"]
+REGIMES: tuple[Regime, ...] = "trend", "burst", "steady"
 WORKING_SET, PPO, SMART = "working-set", "ppo", "smart"
 KV_ONLY = "static-000"
 """alpha = 0, the paper's KV-Opt."""
@@ -72,17 +74,22 @@ def peers(regime: str, seed: int) -> Iterator[Run]:
 
 
 def everything(
-    seeds: list[int], design: dict[str, int], whole: bool, by_repeat: bool = False
+    seeds: list[int],
+    design: dict[str, int],
+    whole: bool,
+    by_repeat: bool = False,
+    regimes: Sequence[str] = REGIMES,
 ) -> list[Run]:
-    """All runs in order: the headline in all regimes and repeats, its peers repeat by repeat, then the rest.
+    """All runs in order: the headline in the regimes and repeats, its peers repeat by repeat, then the rest.
 
     Args:
         seeds: one for each repeat.
         design: as in `headline`.
         whole: the rest, too: both policies with every allocation, in every regime.
         by_repeat: headline and peers of the same requests together instead, repeat by repeat.
+        regimes: of the requests.
     """
-    parts = [(seed, regime) for seed in seeds for regime in REGIMES]
+    parts = [(seed, regime) for seed in seeds for regime in regimes]
     if by_repeat:
         runs = [run for seed, regime in parts
                 for run in (*headline(regime, seed, design), *peers(regime, seed))]  # fmt: skip

@@ -46,6 +46,16 @@ def test_a_repeats_runs_may_come_together() -> None:
     assert parts == sorted(parts, key=list(dict.fromkeys(parts)).index)
 
 
+def test_a_regime_may_have_a_load_of_its_own() -> None:
+    runs = everything([1, 4, 7], DESIGN, whole=False, regimes=("burst",))
+    assert runs == [
+        run for run in everything([1, 4, 7], DESIGN, whole=False) if run.regime == "burst"
+    ]
+    for wrong in ((), ("burst", "burst")):
+        with pytest.raises(ArgumentError, match="regimes"):
+            Args(regimes=wrong)
+
+
 def test_every_repeat_has_a_burst() -> None:
     config = RegimeConfig(episode_epochs=10, epoch_seconds=1.0)
     seeds = seeds_with_bursts(config, 3)
