@@ -9,8 +9,8 @@ in every second, and with one host for all, and
 So the surrogate tells what the host did, and nothing else: what it gets wrong of both cancels, but for what
 an eviction costs, which under plain LRU would else pass for a slow host (docs/sim_to_real.md). Epochs in
 which the host was slow, and those after them in which their queue may show, are left out of the live P99 and
-of the simulated one beside it. The share of requests within the SLO and the utilisation are corrected by the
-simulated difference.
+of the simulated one beside it; a run of nothing else counts nowhere. The share of requests within the SLO and
+the utilisation are corrected by the simulated difference.
 
 Whether that holds shows where a run was measured more than once: its P99s on one host agree, whatever the
 hosts did. Runs of several folders count together if they have the same requests; of what was measured more
@@ -130,19 +130,19 @@ def refuse_others(records: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def epochs_that_count(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Epochs]:
-    """Of each record, bool [epochs]: those without a slow host or its queue.
+    """Of each record that has any, bool [epochs]: those without a slow host or its queue.
 
     Raises:
-        ArgumentError: a record has none.
+        ArgumentError: no record has any.
     """
     typical_ms = typical_by_folder(records)
     kept = {}
     for name, record in records.items():
         slow = slow_epochs(record["machine_state"], typical_ms[folder_of(name)])
         kept[name] = ~with_backlog(with_queue(slow), np.array(record["epochs"]["utilisation"]))
-    for name, of in kept.items():
-        require(bool(of.any()), "--records", f"{name}, slow in every epoch", "other runs")
-    return kept
+    found = {name: of for name, of in kept.items() if of.any()}
+    require(bool(found), "--records", f"{', '.join(kept)}, slow in every epoch", "other runs")
+    return found
 
 
 def with_backlog(left_out: Epochs, utilisation: Floats) -> Epochs:
@@ -181,15 +181,15 @@ def replayed(
 def on_one_host(
     records: Mapping[str, Mapping[str, Any]], profile: NodeProfile, args: Args
 ) -> tuple[float, list[dict[str, Any]]]:
-    """The one host's slowness, and a row for each live run: its own P99, and that on one host."""
+    """The one host's slowness, and a row for each live run that counts: its own P99, and that on one host."""
     kept = epochs_that_count(records)
-    replays = {name: Replay(record, profile) for name, record in records.items()}
+    replays = {name: Replay(records[name], profile) for name in kept}
     slowness = args.slowness or float(
         np.median(np.concatenate([replays[name].slowness(of)[1:][of] for name, of in kept.items()]))
     )
     rows = []
-    for name, record in tqdm(records.items(), unit="run", disable=None):
-        counted, slo_ms = kept[name], record["preset"]["slo_ms"]
+    for name, counted in tqdm(kept.items(), unit="run", disable=None):
+        record, slo_ms = records[name], records[name]["preset"]["slo_ms"]
         epochs = record["epochs"]
         live = {
             figure: float(np.mean(epochs[figure], where=counted))
@@ -304,7 +304,7 @@ def main(args: Args) -> int:
         "design_point_alpha": {policy: alpha / 100 for policy, alpha in design.items()},
         "load": first["load"],
         "slowness": slowness,
-        "disturbed": [],
+        "disturbed": sorted(records.keys() - {row["name"] for row in rows}),
         "rows": tabulate(means(records, rows), design),
     }
     same = agreement(rows)

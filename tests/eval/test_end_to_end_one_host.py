@@ -1,6 +1,7 @@
 """Runs of the surrogate in the place of live ones, on hosts that differ: on one host they are the same."""
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,21 @@ def test_a_slow_spell_is_left_out_of_live_and_simulated_alike(tmp_path: Path) ->
     assert set(left_out.values()) == {0}
     assert found["agreement"]["live"]["largest"] > 0.5
     assert found["agreement"]["on one host"]["largest"] < 0.05
+
+
+def test_a_run_whose_host_was_never_itself_counts_nowhere(tmp_path: Path) -> None:
+    write(tmp_path / "runs", {**dict.fromkeys(RUNS[:3], 1.0), RUNS[3]: 2.0})
+    found = one_host(tmp_path / "runs", slowness=1.0)
+    assert found["disturbed"] == [f"runs/{RUNS[3].name}"]
+    assert [row["name"] for row in found["runs"]] == [
+        f"runs/{run.name}" for run in sorted_by_name(RUNS[:3])
+    ]
+    (ours,) = (row for row in found["rows"] if row["kv_policy"] == "scan_resistant")
+    assert ours["seeds"] == [1]
+
+
+def sorted_by_name(runs: tuple[Run, ...]) -> list[Run]:
+    return sorted(runs, key=attrgetter("name"))
 
 
 def test_what_a_spell_left_behind_is_left_out_until_it_is_worked_off() -> None:
