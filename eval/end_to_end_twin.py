@@ -144,6 +144,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     with_disturbed = np.abs(unsaturated)
     return {
         "runs": len(rows),
+        "counted": len(counted),
         "disturbed": sum(row["disturbed"] for row in rows),
         "saturated": sum(row["saturated"] for row in rows),
         "busy_0.6_or_more": sum(row["live"]["utilisation"] >= 0.6 for row in counted),

@@ -4,11 +4,12 @@ The model is that of `hlem_env.surrogate.hardware.NodeProfile`. Batches of one k
 alpha are one cell, with the median of its times; a batch of a stream is a cell of its own. Cells weigh by
 the inverse of their time, so that residuals are relative, and it is their absolute values that are least:
 a few slow batches do not move the fit. What is the host's goes with how fast the host was meanwhile, where
-that was recorded: else a depth whose turn came while it was slow would seem to have slower layers. Mixed
-batches, but for those that the host launches piece by piece, those beside refill and those that plan a
-prefetch come second: what they take beyond the rest of the model. What storing and evicting take is told
-by batches of one stream, beside one another. How times scatter around the model
-is taken from the streams.
+that was recorded: else a depth whose turn came while it was slow would seem to have slower layers. A missed
+row takes what it took where rows alone were gathered: which stream misses more goes with how fast the host
+was, too, and in a batch it is one part of many. What evicting takes is told by batches of one stream, beside
+one another, and so is storing where the host's speed is not known. Mixed batches, but for those that the
+host launches piece by piece, those beside refill and those that plan a prefetch come second: what they take
+beyond the rest of the model. How times scatter around the model is taken from the streams.
 """
 
 from __future__ import annotations
@@ -88,13 +89,14 @@ class Terms:
     append_tokens: float
     knots: tuple[float, ...]
     """Tokens of a sequence, history and candidates, at which compute is fitted."""
-    key_ms: float
-    """Of a lookup beside an emulated link; else the fit finds it."""
-    link_row_ms: float | None
-    """An emulated link's, beside which lookups run; None: the fit finds the link."""
+    row_ms: float
+    """Of a missed row: an emulated link's, or of rows that were gathered with nothing else."""
+    key_ms: float | None
+    """Of a lookup, where an emulated link runs beside it; None: the fit finds it."""
     cuda: bool
-    admission_ms: tuple[float, float] = (0.0, 0.0)
-    """`evict_ms` and `store_layer_ms`, by the batches of the same stream."""
+    evict_ms: float = 0.0
+    store_layer_ms: float | None = 0.0
+    """None: the fit finds it."""
 
 
 def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell]:
@@ -144,16 +146,13 @@ def compute_columns(cell: Cell, terms: Terms) -> Floats:
 
 
 def known_ms(cell: Cell, terms: Terms) -> float:
-    """What is known before the fit: of stored and evicted entries, of rows beside an emulated link."""
-    known = float(admission_columns(cell) @ np.array(terms.admission_ms))
-    if terms.link_row_ms is not None:
-        known += max(cell.hit_rows * terms.key_ms, cell.missed_rows * terms.link_row_ms)
-    return known
-
-
-def admission_columns(cell: Cell) -> Floats:
-    """Of the host, evicted entries; of the device, tokens stored in all layers: [2]."""
-    return np.array([cell.host * cell.evicted, cell.layers * cell.stored])
+    """What is known before the fit: of evicted and perhaps stored entries, and of missed rows."""
+    evicted_ms = cell.host * cell.evicted * terms.evict_ms
+    stored_ms = cell.layers * cell.stored * (terms.store_layer_ms or 0.0)
+    missed_ms = cell.missed_rows * terms.row_ms
+    if terms.key_ms is not None:
+        missed_ms = max(cell.hit_rows * terms.key_ms, missed_ms)
+    return evicted_ms + stored_ms + missed_ms
 
 
 def eager(cell: Cell, terms: Terms) -> bool:
@@ -167,14 +166,17 @@ HOST_COLUMNS = 4
 
 
 def design(cell: Cell, terms: Terms) -> Floats:
-    """Columns: those of the host, pauses; missed rows, rows found; compute."""
+    """Columns: those of the host, pauses; rows found, tokens stored in all layers; compute."""
     launched = float(eager(cell, terms))
     host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched]
     pauses = [
         np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
     ]
-    rows = [cell.missed_rows, cell.hit_rows] if terms.link_row_ms is None else [0.0, 0.0]
-    return np.concatenate([cell.host * np.array(host + pauses), rows, compute_columns(cell, terms)])
+    found = cell.hit_rows if terms.key_ms is None else 0.0
+    stored = cell.layers * cell.stored if terms.store_layer_ms is None else 0.0
+    return np.concatenate([
+        cell.host * np.array(host + pauses), [found, stored], compute_columns(cell, terms)
+    ])  # fmt: skip
 
 
 def comes_second(cell: Cell, terms: Terms) -> bool:
@@ -251,6 +253,17 @@ def fit_columns(cells: Sequence[Cell], terms: Terms) -> Floats:
     return least_absolute(matrix, target, weight)
 
 
+def alone_and_cold(cells: Sequence[Cell]) -> list[Cell]:
+    """Batches of streams of one request with nothing cached."""
+    return [c for c in cells if c.kind == STREAM and c.history.size == 1 and c.cached.max() == 0]
+
+
+def tells_storing(cells: Sequence[Cell]) -> bool:
+    """Whether enough requests with nothing cached were stored, and enough were not."""
+    stored = [cell.stored > 0 for cell in alone_and_cold(cells)]
+    return FEWEST_TOLD <= sum(stored) <= len(stored) - FEWEST_TOLD
+
+
 def fit_admission(cells: Sequence[Cell], terms: Terms, found: Floats) -> tuple[float, float] | None:
     """`evict_ms` and `store_layer_ms`, from batches of a stream beside others of it.
 
@@ -266,17 +279,17 @@ def fit_admission(cells: Sequence[Cell], terms: Terms, found: Floats) -> tuple[f
     Returns:
         None where too few batches tell.
     """
-    some = [c for c in cells if c.kind == STREAM and c.history.size == 1 and c.cached.max() == 0]
-    streams = list(dict.fromkeys((c.layers, c.alpha) for c in some))
+    some = alone_and_cold(cells)
     if len(some) < FEWEST_TOLD:
         return None
-    columns = np.stack([admission_columns(c) for c in some])
-    scale = columns.max(axis=0).clip(1e-12)
+    streams = list(dict.fromkeys((c.layers, c.alpha) for c in some))
     which = np.array([streams.index((c.layers, c.alpha)) for c in some])
     other = np.array([(1.0, c.missed_rows / 1e4, c.host) for c in some])
     of_stream = (np.eye(len(streams))[which][:, :, None] * other[:, None]).reshape(len(some), -1)
-    more_ms = np.array([c.ms - float(design(c, terms) @ found) for c in some])
-    more_ms -= [known_ms(c, replace(terms, admission_ms=(0.0, 0.0))) for c in some]
+    rest = replace(terms, evict_ms=0.0, store_layer_ms=0.0)
+    more_ms = np.array([c.ms - float(design(c, rest) @ found) - known_ms(c, rest) for c in some])
+    columns = np.array([(c.host * c.evicted, c.layers * c.stored) for c in some])
+    scale = columns.max(axis=0).clip(1e-12)
     matrix = np.hstack([columns / scale, of_stream, -of_stream])  # of either sign
     evict, store = least_absolute(matrix, more_ms, np.ones(len(some)))[:2] / scale
     return float(evict), float(store)
@@ -296,22 +309,24 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         cold_host = ColdHost.of(raw, admission[0])
         cells = cells_of(raw, cold_host)
         terms = _terms(raw, config, cells, admission)
+        if cold_host.ms and tells_storing(cells):  # then streams can be held against one another
+            terms = replace(terms, store_layer_ms=None)
         plain = [cell for cell in cells if not comes_second(cell, terms)]
         found = fit_columns(plain, terms)
         admission = fit_admission(plain, terms, found) or admission
     second = [cell for cell in cells if comes_second(cell, terms)]
     knots = len(terms.knots)
     places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots, knots])
-    host, after_idle, (row_ms, key_ms), recompute, append = np.split(found, places[:-1])
-    if terms.link_row_ms is not None:
-        row_ms, key_ms = terms.link_row_ms, terms.key_ms
+    host, after_idle, (key_ms, store_ms), recompute, append = np.split(found, places[:-1])
+    row_ms, key_ms = terms.row_ms, key_ms if terms.key_ms is None else terms.key_ms
+    store_ms = store_ms if terms.store_layer_ms is None else terms.store_layer_ms
 
     def predicted(cell: Cell) -> float:
         return float(design(cell, terms) @ found) + known_ms(cell, terms)
 
     def compute(cell: Cell) -> float:
-        stored = cell.layers * cell.stored * terms.admission_ms[1]
-        return float(compute_columns(cell, terms) @ found[places[2] :]) + stored
+        stored_ms = cell.layers * cell.stored * float(store_ms)
+        return float(compute_columns(cell, terms) @ found[places[2] :]) + stored_ms
 
     def graph_ms(cell: Cell) -> float:
         return 0.0 if eager(cell, terms) else compute(cell)
@@ -355,7 +370,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         append_tokens=terms.append_tokens,
         append_history_tokens=terms.knots,
         append_layer_ms=tuple(_round(v) for v in append),
-        store_layer_ms=_round(terms.admission_ms[1]),
+        store_layer_ms=_round(store_ms),
         wake_ms=_round(wake_ms),
         loop_ms=_round(loop_ms),
         choose_ms=_round(choose_ms),
@@ -363,7 +378,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         graph_tokens=GRAPH_TOKENS if terms.cuda else 0,
         eager_ms=_round(host[2]),
         eager_layer_ms=_round(host[3]),
-        evict_ms=_round(terms.admission_ms[0]),
+        evict_ms=_round(terms.evict_ms),
         mixed_slowdown=_round(mixed),
         lookup_overlaps=config.emulated_link_gbps is not None,
         ahead_ms=_round(ahead[0]),
@@ -402,14 +417,16 @@ def _terms(
 ) -> Terms:
     lengths = sorted({float(c.history[0]) for c in cells if c.kind == "cold" and not c.refilling})
     link = config.emulated_link_gbps
+    key_ms = 1e-6 * _median(raw, "bandwidths", "lookup_ns_per_key")
     return Terms(
         candidates=config.candidates,
         append_tokens=float(config.candidates + 2 * config.new_items),
         knots=tuple(length + config.candidates for length in lengths),
-        key_ms=1e-6 * _median(raw, "bandwidths", "lookup_ns_per_key"),
-        link_row_ms=None if link is None else config.row_bytes / link * 1e-6,
+        row_ms=1e-6 * config.row_bytes / (link or _median(raw, "bandwidths", "gather_gbps")),
+        key_ms=None if link is None else key_ms,
         cuda=config.device == "cuda",
-        admission_ms=admission,
+        evict_ms=admission[0],
+        store_layer_ms=admission[1],
     )
 
 
