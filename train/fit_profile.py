@@ -131,28 +131,41 @@ def cells_of(raw: Sequence[Mapping[str, Any]], cold_host: ColdHost) -> list[Cell
     return cells
 
 
-def compute_columns(cell: Cell, terms: Terms) -> Floats:
-    """Layers x what a batch's compute has of each knot of recompute, then of append, [2 knots]."""
+def of(cells: Sequence[Cell], name: str) -> Floats:
+    """A number of each cell, [cells]."""
+    return np.array([getattr(cell, name) for cell in cells], float)
+
+
+def compute_columns(cells: Sequence[Cell], terms: Terms) -> Floats:
+    """Layers x what a batch's compute has of each knot of recompute, then of append, [cells, 2 knots]."""
+    if not cells:
+        return np.zeros((0, 2 * len(terms.knots)))
     units = np.eye(len(terms.knots))
-    sequence = cell.history + terms.candidates
+    sequence = np.concatenate([cell.history for cell in cells]) + terms.candidates
+    cached = np.concatenate([cell.cached for cell in cells])
     full = np.stack([
         _extrapolate(sequence, (0.0, *terms.knots), (0.0, *unit)) for unit in units
     ])  # fmt: skip
     few = np.stack([_extrapolate(sequence, terms.knots, tuple(unit)) for unit in units])
-    new = sequence - cell.cached
+    new = sequence - cached
     share = np.clip((new - terms.append_tokens) / (sequence - terms.append_tokens), 0.0, 1.0)
-    share = np.where(cell.cached == 0, 1.0, share)
-    return cell.layers * np.concatenate([(full * share).sum(1), (few * (1.0 - share)).sum(1)])
+    share = np.where(cached == 0, 1.0, share)
+    requests = np.array([cell.history.size for cell in cells])
+    of_requests = np.concatenate([full * share, few * (1.0 - share)])
+    of_cells = np.add.reduceat(of_requests, np.cumsum(requests) - requests, axis=1)
+    columns: Floats = of(cells, "layers")[:, None] * of_cells.T
+    return columns
 
 
-def known_ms(cell: Cell, terms: Terms) -> float:
-    """What is known before the fit: of evicted and perhaps stored entries, and of missed rows."""
-    evicted_ms = cell.host * cell.evicted * terms.evict_ms
-    stored_ms = cell.layers * cell.stored * (terms.store_layer_ms or 0.0)
-    missed_ms = cell.missed_rows * terms.row_ms
+def known_ms(cells: Sequence[Cell], terms: Terms) -> Floats:
+    """What is known before the fit, [cells]: of evicted and perhaps stored entries, and of missed rows."""
+    evicted_ms = of(cells, "host") * of(cells, "evicted") * terms.evict_ms
+    stored_ms = of(cells, "layers") * of(cells, "stored") * (terms.store_layer_ms or 0.0)
+    missed_ms = of(cells, "missed_rows") * terms.row_ms
     if terms.key_ms is not None:
-        missed_ms = max(cell.hit_rows * terms.key_ms, missed_ms)
-    return evicted_ms + stored_ms + missed_ms
+        missed_ms = np.maximum(of(cells, "hit_rows") * terms.key_ms, missed_ms)
+    known: Floats = evicted_ms + stored_ms + missed_ms
+    return known
 
 
 def eager(cell: Cell, terms: Terms) -> bool:
@@ -165,18 +178,20 @@ HOST_COLUMNS = 4
 """Of `design`: overhead; further requests; no graph, each layer of it."""
 
 
-def design(cell: Cell, terms: Terms) -> Floats:
-    """Columns: those of the host, pauses; rows found, tokens stored in all layers; compute."""
-    launched = float(eager(cell, terms))
-    host = [1.0, cell.history.size - 1.0, launched, cell.layers * launched]
+def design(cells: Sequence[Cell], terms: Terms) -> Floats:
+    """[cells, columns]: those of the host, pauses; rows found, tokens stored in all layers; compute."""
+    layers = of(cells, "layers")
+    launched = np.array([eager(cell, terms) for cell in cells], float)
+    more = np.array([cell.history.size - 1.0 for cell in cells])
     pauses = [
-        np.interp(cell.idle_ms, (0.0, *IDLE_MS), (0.0, *unit)) for unit in np.eye(len(IDLE_MS))
+        np.interp(of(cells, "idle_ms"), (0.0, *IDLE_MS), (0.0, *unit))
+        for unit in np.eye(len(IDLE_MS))
     ]
-    found = cell.hit_rows if terms.key_ms is None else 0.0
-    stored = cell.layers * cell.stored if terms.store_layer_ms is None else 0.0
-    return np.concatenate([
-        cell.host * np.array(host + pauses), [found, stored], compute_columns(cell, terms)
-    ])  # fmt: skip
+    host = np.array([np.ones(len(cells)), more, launched, layers * launched, *pauses])
+    found = of(cells, "hit_rows") * (terms.key_ms is None)
+    stored = layers * of(cells, "stored") * (terms.store_layer_ms is None)
+    columns = (of(cells, "host") * host).T, found[:, None], stored[:, None]
+    return np.hstack([*columns, compute_columns(cells, terms)])
 
 
 def comes_second(cell: Cell, terms: Terms) -> bool:
@@ -247,10 +262,8 @@ def least_absolute(matrix: Floats, target: Floats, weight: Floats) -> Floats:
 
 def fit_columns(cells: Sequence[Cell], terms: Terms) -> Floats:
     """What each column of `design` takes, milliseconds."""
-    matrix = np.stack([design(cell, terms) for cell in cells])
-    target = np.array([cell.ms - known_ms(cell, terms) for cell in cells])
     weight = np.array([(1.0 if c.kind == STREAM else ALONE_WEIGHT) / c.ms for c in cells])
-    return least_absolute(matrix, target, weight)
+    return least_absolute(design(cells, terms), of(cells, "ms") - known_ms(cells, terms), weight)
 
 
 def alone_and_cold(cells: Sequence[Cell]) -> list[Cell]:
@@ -284,15 +297,54 @@ def fit_admission(cells: Sequence[Cell], terms: Terms, found: Floats) -> tuple[f
         return None
     streams = list(dict.fromkeys((c.layers, c.alpha) for c in some))
     which = np.array([streams.index((c.layers, c.alpha)) for c in some])
-    other = np.array([(1.0, c.missed_rows / 1e4, c.host) for c in some])
+    other = np.stack([np.ones(len(some)), of(some, "missed_rows") / 1e4, of(some, "host")], axis=1)
     of_stream = (np.eye(len(streams))[which][:, :, None] * other[:, None]).reshape(len(some), -1)
     rest = replace(terms, evict_ms=0.0, store_layer_ms=0.0)
-    more_ms = np.array([c.ms - float(design(c, rest) @ found) - known_ms(c, rest) for c in some])
+    more_ms = of(some, "ms") - design(some, rest) @ found - known_ms(some, rest)
     columns = np.array([(c.host * c.evicted, c.layers * c.stored) for c in some])
     scale = columns.max(axis=0).clip(1e-12)
     matrix = np.hstack([columns / scale, of_stream, -of_stream])  # of either sign
     evict, store = least_absolute(matrix, more_ms, np.ones(len(some)))[:2] / scale
     return float(evict), float(store)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What the model takes for cells."""
+
+    terms: Terms
+    columns_ms: Floats
+    """`fit_columns`."""
+
+    @property
+    def constants(self) -> tuple[Floats, Floats, float, float, Floats, Floats]:
+        """Of the host, of pauses; of a row found, of a token stored in a layer; of recompute, of append."""
+        terms, knots = self.terms, len(self.terms.knots)
+        places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots])
+        host, pauses, (key_ms, store_ms), full, few = np.split(self.columns_ms, places)
+        key_ms = key_ms if terms.key_ms is None else terms.key_ms
+        store_ms = store_ms if terms.store_layer_ms is None else terms.store_layer_ms
+        return host, pauses, float(key_ms), float(store_ms), full, few
+
+    def predicted_ms(self, cells: Sequence[Cell]) -> Floats:
+        """[cells], without what comes second."""
+        return np.asarray(design(cells, self.terms) @ self.columns_ms + known_ms(cells, self.terms))
+
+    def more_ms(self, cells: Sequence[Cell]) -> Floats:
+        """What they took beyond that, [cells]."""
+        return np.asarray(of(cells, "ms") - self.predicted_ms(cells))
+
+    def compute_ms(self, cells: Sequence[Cell]) -> Floats:
+        """The device's, rows left out, [cells]."""
+        *_, store_ms, full, few = self.constants
+        stored_ms = of(cells, "layers") * of(cells, "stored") * store_ms
+        return np.asarray(
+            compute_columns(cells, self.terms) @ np.concatenate([full, few]) + stored_ms
+        )
+
+    def graph_ms(self, cells: Sequence[Cell]) -> Floats:
+        """The same of cells with a recorded graph, [cells]; 0 of others."""
+        return np.where([eager(cell, self.terms) for cell in cells], 0.0, self.compute_ms(cells))
 
 
 def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> NodeProfile:
@@ -314,44 +366,29 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         plain = [cell for cell in cells if not comes_second(cell, terms)]
         found = fit_columns(plain, terms)
         admission = fit_admission(plain, terms, found) or admission
+    fitted = Fitted(terms, found)
+    more_ms = fitted.more_ms
     second = [cell for cell in cells if comes_second(cell, terms)]
-    knots = len(terms.knots)
-    places = np.cumsum([HOST_COLUMNS, len(IDLE_MS), 2, knots, knots])
-    host, after_idle, (key_ms, store_ms), recompute, append = np.split(found, places[:-1])
-    row_ms, key_ms = terms.row_ms, key_ms if terms.key_ms is None else terms.key_ms
-    store_ms = store_ms if terms.store_layer_ms is None else terms.store_layer_ms
-
-    def predicted(cell: Cell) -> float:
-        return float(design(cell, terms) @ found) + known_ms(cell, terms)
-
-    def compute(cell: Cell) -> float:
-        stored_ms = cell.layers * cell.stored * float(store_ms)
-        return float(compute_columns(cell, terms) @ found[places[2] :]) + stored_ms
-
-    def graph_ms(cell: Cell) -> float:
-        return 0.0 if eager(cell, terms) else compute(cell)
-
     hiding = [c for c in second if c.ahead and not c.refilling and not slowed(c, terms)]
     ahead = fit_ahead(
-        np.array([c.ms - predicted(c) for c in hiding]), np.array([c.host for c in hiding]),
-        np.array([graph_ms(c) for c in hiding]), np.array([1.0 / c.ms for c in hiding]),
-    )  # fmt: skip
-    mixed = _slowdown([(c.ms - predicted(c), compute(c)) for c in second if slowed(c, terms)])
-    beside = _slowdown(
-        [(c.ms - predicted(c), c.missed_rows * row_ms) for c in cells if c.refilling]
+        more_ms(hiding), of(hiding, "host"), fitted.graph_ms(hiding), 1.0 / of(hiding, "ms")
     )
-    residual = np.array([predicted(cell) / cell.ms - 1.0 for cell in plain])
+    slow = [cell for cell in second if slowed(cell, terms)]
+    mixed = _slowdown(more_ms(slow), fitted.compute_ms(slow))
+    refilling = [cell for cell in cells if cell.refilling]
+    beside = _slowdown(more_ms(refilling), of(refilling, "missed_rows") * terms.row_ms)
+    residual = fitted.predicted_ms(plain) / of(plain, "ms") - 1.0
     loop_ms, choose_ms = _loop(raw, cells)
     wake_ms = max(_median(raw, "loop", "median_ms") - loop_ms, 0.0)
 
-    def whole(cell: Cell) -> float:
-        slower = mixed if slowed(cell, terms) else 0.0
-        planned = ahead_cost(ahead, np.array(cell.host), np.array(graph_ms(cell)))
-        return predicted(cell) + slower * compute(cell) + cell.ahead * float(planned)
-
     streamed = _streamed(cells)
-    ratios = [(cell.ms / whole(cell), cell.cached.min() == 0) for cell in streamed]
+    planned_ms = ahead_cost(ahead, of(streamed, "host"), fitted.graph_ms(streamed))
+    slower_ms = mixed * fitted.compute_ms(streamed) * [slowed(cell, terms) for cell in streamed]
+    whole_ms = fitted.predicted_ms(streamed) + slower_ms + of(streamed, "ahead") * planned_ms
+    cold = [bool(cell.cached.min() == 0) for cell in streamed]
+    ratios = list(zip(of(streamed, "ms") / whole_ms, cold, strict=True))
     jitter, jitter_cold = _series(ratios or _scatter(plain))
+    host, after_idle, key_ms, store_ms, recompute, append = fitted.constants
     row_bytes = config.row_bytes
     bands = {key: _median(raw, "bandwidths", key) for key in raw[0]["bandwidths"]}
     refill = [rate for depth in raw for rate in depth["refill_gbps"].values() if rate > 0]
@@ -360,7 +397,7 @@ def fit(raw: Sequence[Mapping[str, Any]], config: LiveConfig, name: str) -> Node
         estimate=False,
         hardware=str(raw[0].get("hardware", config.measured_on)),
         source="python -m train.calibrate",
-        gather_gbps=_round(row_bytes / max(row_ms, 1e-12) * 1e-6),
+        gather_gbps=_round(row_bytes / max(terms.row_ms, 1e-12) * 1e-6),
         hbm_gbps=_round(2 * row_bytes / max(key_ms, 1e-12) * 1e-6),
         link_gbps=_round(config.emulated_link_gbps or bands["link_gbps"]),
         refill_slowdown=_round(beside),
@@ -461,10 +498,10 @@ def _median(raw: Sequence[Mapping[str, Any]], *path: str) -> float:
     return float(np.median(values))
 
 
-def _slowdown(pairs: list[tuple[float, float]]) -> float:
-    """Median share by which the second number of each pair grows by the first."""
-    shares = [more / part for more, part in pairs if part > 0]
-    return max(float(np.median(shares)), 0.0) if shares else 0.0
+def _slowdown(more_ms: Floats, part_ms: Floats) -> float:
+    """Median share by which parts grow, [n] each."""
+    shares = more_ms[part_ms > 0] / part_ms[part_ms > 0]
+    return max(float(np.median(shares)), 0.0) if shares.size else 0.0
 
 
 def _prefetch_gbps(raw: Sequence[Mapping[str, Any]]) -> float:

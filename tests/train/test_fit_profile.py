@@ -1,5 +1,6 @@
 """The fit finds the constants that made-up measurements were made with."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 
 from hlem_env.errors import ArgumentError
 from hlem_env.live.config import LiveConfig
+from hlem_env.surrogate.hardware import NodeProfile
+from train.calibrate import read_record
 from train.fit_profile import fit
 from train.host_speed import ColdHost, kept
 
@@ -289,3 +292,15 @@ def test_jitter_keeps_the_order_of_a_stream() -> None:
 def test_no_measurements_are_refused() -> None:
     with pytest.raises(ArgumentError, match="records"):
         fit([], CONFIG, "made-up")
+
+
+def test_the_shipped_profile_is_the_fit_to_the_measurements_beside_it() -> None:
+    """As the page on it says; the machine that fits may round otherwise."""
+    records = Path(__file__).parents[2] / "docs" / "results" / "calibrate-h200"
+    raw = [read_record(records / f"h200-{layers}-layers.json") for layers in (3, 6)]
+    found = fit(raw, LiveConfig.load("h200"), "h200-live").to_json()
+    shipped = NodeProfile.load("h200-live").to_json()
+    for name in found.keys() - {"fit", "jitter", "jitter_cold", "host_ms"}:
+        value = shipped[name]
+        same = value if isinstance(value, str) else pytest.approx(value, rel=0.01)
+        assert found[name] == same, name
