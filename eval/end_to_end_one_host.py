@@ -320,6 +320,8 @@ def main(args: Args) -> int:
         payload = {
             "device": profile.hardware,
             "profile": profile.name,
+            "preset": config_of(first).to_json(),
+            **{name: first[name] for name in ("dataset", "speed")},
             **found,
             "agreement": same,
             "runs": rows,

@@ -33,8 +33,8 @@ from agents.oracle import Planned
 from agents.static import Static
 from eval.cells import LEAST_ROOM
 from eval.end_to_end import Args as PlanArgs
-from eval.end_to_end import make_bench, seeds
-from eval.end_to_end_bench import Bench
+from eval.end_to_end import seeds
+from eval.end_to_end_bench import Bench, SurrogateBench
 from eval.end_to_end_plan import (
     GRID_CENTI,
     PPO,
@@ -45,7 +45,7 @@ from eval.end_to_end_plan import (
     Run,
     make,
 )
-from eval.end_to_end_replay import node_profile
+from eval.end_to_end_replay import config_of, node_profile
 from eval.end_to_end_report import shown
 from eval.host_slowness import MOST_SLOWNESS
 from eval.machine_speed import MOST_LOAD
@@ -56,11 +56,13 @@ from hlem_env.backend import Runner, run_controller
 from hlem_env.command_line import run_command
 from hlem_env.controller import Controller
 from hlem_env.errors import ArtefactError, require
+from hlem_env.live.config import LiveConfig
 from hlem_env.live_scenario import surrogate_twin
 from hlem_env.machine import command, write_result
 from hlem_env.surrogate.batched import BatchedBackend
 from hlem_env.surrogate.hardware import NodeProfile
 from hlem_env.surrogate.optimum import AlphaStar, alpha_star, foreseen, reachable, record_episode
+from hlem_env.workload.regimes import PRESETS
 
 STATIC, FINE_STATIC = "best static", "static, by 0.02"
 FORESEEN, ALPHA_STAR, REACHABLE, FREE = "foreseen", "alpha*", "reachable", "reachable, free"
@@ -77,15 +79,9 @@ class Args:
     """Room over the best static split, and what of it is recovered."""
 
     live: Path
-    """report of `eval.end_to_end_one_host`: its load is taken, and its host"""
-    preset: str = "h200-8gib"
-    """live preset, or the path of one"""
-    dataset: str = "books"
-    """workload preset"""
+    """report of `eval.end_to_end_one_host`: its node, requests and host are taken"""
     profile: str = "h200-live"
     """calibrated hardware profile, or the path of one"""
-    speed: float = 1.15
-    """of the machine over the preset's, by which the rates are scaled, as in the live runs"""
     repeats: int = 16
     """seeds, the same for all that is compared"""
     epochs: int = 60
@@ -100,24 +96,43 @@ class Args:
     def __post_init__(self) -> None:
         for name in ("repeats", "epochs", "draws", "arrivals"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        require(0 < self.speed <= MOST_LOAD, "speed", self.speed, f"above 0, up to {MOST_LOAD}")
 
 
-def read_live(path: Path) -> dict[str, Any]:
-    """Load, host and rows of live runs under scan-resistant KV.
+@dataclass(frozen=True)
+class Live:
+    """Live runs as on one host."""
 
-    Raises:
-        ArtefactError: it is no report of `eval.end_to_end_one_host`.
-    """
-    try:
-        report = json.loads(path.read_text("utf-8"))
-        rows = [row for row in report["rows"] if row["kv_policy"] == SCAN_RESISTANT]
-        load, slowness = float(report["load"]), float(report["slowness"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtefactError(f"{path} is no report of eval.end_to_end_one_host: {error}") from error
-    good = 0 < load <= MOST_LOAD and 0 < slowness <= MOST_SLOWNESS
-    require(good, "live", f"{path}, load {load}, slowness {slowness}", "load and host of a node")
-    return {"load": load, "slowness": slowness, "rows": rows}
+    config: LiveConfig
+    dataset: str
+    speed: float
+    """Of the machine over the preset's, by which the rates were scaled."""
+    load: float
+    slowness: float
+    """Of the one host."""
+    rows: list[Values]
+    """Under scan-resistant KV."""
+
+    @classmethod
+    def read(cls, path: Path) -> Live:
+        """A report of `eval.end_to_end_one_host`.
+
+        Raises:
+            ArtefactError: it is none.
+        """
+        try:
+            report = json.loads(path.read_text("utf-8"))
+            rows = [row for row in report["rows"] if row["kv_policy"] == SCAN_RESISTANT]
+            speed, load, slowness = (float(report[key]) for key in ("speed", "load", "slowness"))
+            found = cls(config_of(report), str(report["dataset"]), speed, load, slowness, rows)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtefactError(
+                f"{path} is no report of eval.end_to_end_one_host: {error}"
+            ) from error
+        for name, most in (("speed", MOST_LOAD), ("load", MOST_LOAD), ("slowness", MOST_SLOWNESS)):
+            value = getattr(found, name)
+            require(0 < value <= most, name, f"{value} in {path}", f"above 0, up to {most}")
+        require(found.dataset in PRESETS, "dataset", found.dataset, ", ".join(PRESETS))
+        return found
 
 
 class Courses:
@@ -172,16 +187,17 @@ def of_seed(
 
 
 def simulate(
-    args: Args, bench: Bench, profile: NodeProfile, load: float
+    args: Args, bench: Bench, profile: NodeProfile, live: Live
 ) -> tuple[list[int], dict[str, P99s]]:
-    """Seeds, and P99s by regime."""
+    """Seeds, and P99s by regime, on the machine of a profile."""
     of_all = seeds(PlanArgs(repeats=args.repeats, epochs=args.epochs), bench)
     rows: dict[str, list[dict[str, float]]] = {regime: [] for regime in REGIMES}
     courses = {regime: Courses(bench, args) for regime in REGIMES}
     units = [(regime, seed) for regime in REGIMES for seed in of_all]
     for regime, seed in tqdm(units, unit="episode", disable=None):
-        scenario = bench.scenario(Run(regime, SCAN_RESISTANT, STATIC, seed), args.epochs, load)
-        backend = surrogate_twin(scenario, bench.config, profile, args.speed)
+        run = Run(regime, SCAN_RESISTANT, STATIC, seed)
+        scenario = bench.scenario(run, args.epochs, live.load)
+        backend = surrogate_twin(scenario, bench.config, profile, live.speed)
         star = courses[regime].of(backend, seed)
         rows[regime].append(of_seed(backend, bench, star, args, seed))
     return of_all, {
@@ -209,7 +225,7 @@ def of_live(rows: list[Values], known: list[int], p99_ms: P99s) -> dict[str, Any
     """Room recovered by live controllers, of the room that the surrogate has on the same requests.
 
     Args:
-        rows: of a regime, as `read_live` gives them.
+        rows: of a regime, as `Live` has them.
         known: seeds of the simulated runs.
         p99_ms: of the regime, simulated.
     """
@@ -267,13 +283,12 @@ def percent(value: Mapping[str, float] | None) -> str:
 
 def main(args: Args) -> int:
     """Simulate, print, write."""
-    given, profile = read_live(args.live), node_profile(args.profile)
-    plan = PlanArgs(preset=args.preset, dataset=args.dataset, profile=args.profile)
-    bench = make_bench(plan, Slice(Path(), 0.0, ""))
-    of_all, p99_ms = simulate(args, bench, profile.slower_host(given["slowness"]), given["load"])
+    live, profile = Live.read(args.live), node_profile(args.profile)
+    bench = SurrogateBench(live.config, live.dataset, Slice(Path(), 0.0, ""), profile)
+    of_all, p99_ms = simulate(args, bench, profile.slower_host(live.slowness), live)
     found = {}
     for regime, of in p99_ms.items():
-        rows = [row for row in given["rows"] if row["regime"] == regime]
+        rows = [row for row in live.rows if row["regime"] == regime]
         found[regime] = {
             "seeds": of_all,
             "p99_ms": {name: values.tolist() for name, values in of.items()},
@@ -282,10 +297,9 @@ def main(args: Args) -> int:
         }
     print_tables(found, Console(width=160))
     if args.json is not None:
-        about = {"device": profile.hardware, "profile": profile.name, "dataset": args.dataset,
-                 "preset": bench.config.to_json(), "speed": args.speed}  # fmt: skip
-        of_host = {name: given[name] for name in ("load", "slowness")}
-        payload = {**about, **of_host, "regimes": found}
+        same = {name: getattr(live, name) for name in ("dataset", "speed", "load", "slowness")}
+        payload = {"device": profile.hardware, "profile": profile.name,
+                   "preset": live.config.to_json(), **same, "regimes": found}  # fmt: skip
         write_result(args.json, command("eval.end_to_end_room"), payload)
     return 0
 

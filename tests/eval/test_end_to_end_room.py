@@ -18,6 +18,9 @@ from eval.end_to_end_room import (
     of_surrogate,
 )
 from hlem_env.errors import ArgumentError, ArtefactError
+from hlem_env.live.config import LiveConfig
+
+NODE = {"preset": LiveConfig.load("h200-8gib").to_json(), "dataset": "books", "speed": 1.15}
 
 
 def row(
@@ -56,7 +59,7 @@ def test_live_runs_are_held_against_the_room_of_their_own_requests() -> None:
 def test_a_short_episode_from_the_report_to_the_figures(tmp_path: Path) -> None:
     report = tmp_path / "one-host.json"
     rows = [row("steady", STATIC, [20.0, 20.0]), row("steady", "ppo", [20.0, 20.0])]
-    report.write_text(json.dumps({"load": 0.9, "slowness": 0.8, "rows": rows}))
+    report.write_text(json.dumps({**NODE, "load": 0.9, "slowness": 0.8, "rows": rows}))
     args = Args(report, repeats=2, epochs=8, draws=1, arrivals=1, json=tmp_path / "out.json")
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
@@ -74,13 +77,16 @@ def test_what_is_no_report_of_live_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtefactError, match=r"no report of eval\.end_to_end_one_host"):
         main(Args(tmp_path / "missing.json"))
     report = tmp_path / "one-host.json"
-    for wrong in ({"load": 1.0}, {"load": "much", "slowness": 1.0, "rows": []}):
+    for wrong in (
+        {"load": 1.0, "slowness": 1.0, "rows": []},
+        {**NODE, "load": "much", "slowness": 1.0, "rows": []},
+    ):
         report.write_text(json.dumps(wrong))
         with pytest.raises(ArtefactError, match=r"no report of eval\.end_to_end_one_host"):
             main(Args(report))
-    report.write_text(json.dumps({"load": 1.0, "slowness": -1.0, "rows": []}))
-    with pytest.raises(ArgumentError, match="slowness -1"):
+    report.write_text(json.dumps({**NODE, "load": 1.0, "slowness": -1.0, "rows": []}))
+    with pytest.raises(ArgumentError, match=r"slowness='-1.0 in"):
         main(Args(report))
-    for name in ("repeats", "draws", "speed"):
+    for name in ("repeats", "draws", "arrivals"):
         with pytest.raises(ArgumentError, match=name):
             Args(report, **{name: 0})
