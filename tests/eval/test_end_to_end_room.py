@@ -5,15 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.end_to_end_room import (
+from eval.end_to_end_plan import SMART
+from eval.end_to_end_room import Args, main
+from eval.end_to_end_room_report import (
     CONTROLLERS,
     FINE_STATIC,
     FORESEEN,
     REACHABLE,
-    SMART,
     STATIC,
-    Args,
-    main,
     of_live,
     of_surrogate,
 )
@@ -60,7 +59,8 @@ def test_a_short_episode_from_the_report_to_the_figures(tmp_path: Path) -> None:
     report = tmp_path / "one-host.json"
     rows = [row("steady", STATIC, [20.0, 20.0]), row("steady", "ppo", [20.0, 20.0])]
     report.write_text(json.dumps({**NODE, "load": 0.9, "slowness": 0.8, "rows": rows}))
-    args = Args(report, repeats=2, epochs=8, draws=1, arrivals=1, json=tmp_path / "out.json")
+    args = Args(report, repeats=2, epochs=8, draws=1, arrivals=1, json=tmp_path / "out.json",
+                plot=tmp_path / "out.png")  # fmt: skip
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["load"], found["slowness"]) == (0.9, 0.8)
@@ -69,8 +69,11 @@ def test_a_short_episode_from_the_report_to_the_figures(tmp_path: Path) -> None:
         p99_ms = {name: np.array(values) for name, values in of["p99_ms"].items()}
         assert {len(values) for values in p99_ms.values()} == {2}
         assert (p99_ms[FINE_STATIC] <= p99_ms[STATIC]).all()
+        assert {len(values) for values in of["mean_alpha"].values()} == {8}
+        assert of["mean_alpha"][SMART][0] == 0.5
         # Starting anywhere, with every request known, against alphas that start at 0.50.
         assert p99_ms[REACHABLE].mean() < max(p99_ms[FORESEEN].mean(), p99_ms["ppo"].mean())
+    assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
 def test_what_is_no_report_of_live_runs_is_refused(tmp_path: Path) -> None:
