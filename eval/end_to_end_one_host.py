@@ -322,6 +322,7 @@ def main(args: Args) -> int:
             "profile": profile.name,
             "preset": config_of(first).to_json(),
             **{name: first[name] for name in ("dataset", "speed")},
+            "epochs": len(first["epochs"]["alpha"]),
             **found,
             "agreement": same,
             "runs": rows,

@@ -87,8 +87,6 @@ class Args:
     """calibrated hardware profile, or the path of one"""
     repeats: int = 16
     """seeds, the same for all that is compared"""
-    epochs: int = 60
-    """of an episode"""
     draws: int = 4
     """of the jitter, for each figure"""
     arrivals: int = 16
@@ -99,7 +97,7 @@ class Args:
     """PNG file"""
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "epochs", "draws", "arrivals"):
+        for name in ("repeats", "draws", "arrivals"):
             require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
 
 
@@ -114,6 +112,8 @@ class Live:
     load: float
     slowness: float
     """Of the one host."""
+    epochs: int
+    """Of a run."""
     rows: list[Values]
     """Under scan-resistant KV."""
 
@@ -128,14 +128,20 @@ class Live:
             report = json.loads(path.read_text("utf-8"))
             rows = [row for row in report["rows"] if row["kv_policy"] == SCAN_RESISTANT]
             speed, load, slowness = (float(report[key]) for key in ("speed", "load", "slowness"))
-            found = cls(config_of(report), str(report["dataset"]), speed, load, slowness, rows)
+            config, dataset, epochs = (
+                config_of(report),
+                str(report["dataset"]),
+                int(report["epochs"]),
+            )
+            found = cls(config, dataset, speed, load, slowness, epochs, rows)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtefactError(
                 f"{path} is no report of eval.end_to_end_one_host: {error}"
             ) from error
-        for name, most in (("speed", MOST_LOAD), ("load", MOST_LOAD), ("slowness", MOST_SLOWNESS)):
+        most = {"speed": MOST_LOAD, "load": MOST_LOAD, "slowness": MOST_SLOWNESS, "epochs": 10**6}
+        for name, limit in most.items():
             value = getattr(found, name)
-            require(0 < value <= most, name, f"{value} in {path}", f"above 0, up to {most}")
+            require(0 < value <= limit, name, f"{value} in {path}", f"above 0, up to {limit}")
         require(found.dataset in PRESETS, "dataset", found.dataset, ", ".join(PRESETS))
         return found
 
@@ -143,8 +149,8 @@ class Live:
 class Courses:
     """alpha* of each course of a workload, found once: all seeds of Steady and of Trend have the same."""
 
-    def __init__(self, bench: Bench, args: Args) -> None:
-        self._mdp, self._args = bench.mdp, args
+    def __init__(self, bench: Bench, epochs: int, repeats: int) -> None:
+        self._mdp, self._epochs, self._repeats = bench.mdp, epochs, repeats
         self._found: dict[str, AlphaStar] = {}
 
     def of(self, backend: BatchedBackend, seed: int) -> AlphaStar:
@@ -153,9 +159,8 @@ class Courses:
         workload: Any = backend.workload
         course = workload.digest()
         if course not in self._found:
-            args = self._args
             self._found[course] = alpha_star(
-                backend, self._mdp, args.epochs, step_centi=2, repeats=args.arrivals
+                backend, self._mdp, self._epochs, step_centi=2, repeats=self._repeats
             )
         return self._found[course]
 
@@ -170,12 +175,13 @@ class Played(NamedTuple):
 
 
 def of_seed(
-    backend: BatchedBackend, bench: Bench, star: AlphaStar, args: Args, seed: int
+    backend: BatchedBackend, bench: Bench, star: AlphaStar, draws: int, seed: int
 ) -> dict[str, Played]:
     """Static splits, sequences and controllers on a seed's requests."""
     backend.draw = 0
     backend.reset(seed)
-    episode = record_episode(backend, args.epochs)
+    count = star.alpha_centi.size
+    episode = record_episode(backend, count)
     plans = {
         FORESEEN: foreseen(star),
         ALPHA_STAR: star.alpha_centi,
@@ -185,11 +191,11 @@ def of_seed(
 
     def played(controller: Controller) -> Played:
         found: list[tuple[float, float]] = []
-        for draw in range(1, 1 + args.draws):
+        for draw in range(1, 1 + draws):
             backend.draw = draw
-            epochs = run_controller(Runner(backend, bench.mdp), controller, args.epochs, seed)
+            epochs = run_controller(Runner(backend, bench.mdp), controller, count, seed)
             found += [(stats.p99_ms, stats.alpha_target) for stats, _ in epochs]
-        p99_ms, alpha = np.array(found).reshape(args.draws, args.epochs, 2).mean(axis=0).T
+        p99_ms, alpha = np.array(found).reshape(draws, count, 2).mean(axis=0).T
         return Played(float(p99_ms.mean()), alpha)
 
     static = {alpha: played(Static(alpha)) for alpha in GRID}
@@ -205,16 +211,16 @@ def simulate(
     args: Args, bench: Bench, profile: NodeProfile, live: Live
 ) -> tuple[list[int], dict[str, dict[str, list[Played]]]]:
     """Seeds, and what was played on them by regime and name, on the machine of a profile."""
-    of_all = seeds(PlanArgs(repeats=args.repeats, epochs=args.epochs), bench)
+    of_all = seeds(PlanArgs(repeats=args.repeats, epochs=live.epochs), bench)
     rows: dict[str, list[dict[str, Played]]] = {regime: [] for regime in REGIMES}
-    courses = {regime: Courses(bench, args) for regime in REGIMES}
+    courses = {regime: Courses(bench, live.epochs, args.arrivals) for regime in REGIMES}
     units = [(regime, seed) for regime in REGIMES for seed in of_all]
     for regime, seed in tqdm(units, unit="episode", disable=None):
         run = Run(regime, SCAN_RESISTANT, STATIC, seed)
-        scenario = bench.scenario(run, args.epochs, live.load)
+        scenario = bench.scenario(run, live.epochs, live.load)
         backend = surrogate_twin(scenario, bench.config, profile, live.speed)
         star = courses[regime].of(backend, seed)
-        rows[regime].append(of_seed(backend, bench, star, args, seed))
+        rows[regime].append(of_seed(backend, bench, star, args.draws, seed))
     return of_all, {
         regime: {name: [row[name] for row in found] for name in found[0]}
         for regime, found in rows.items()
@@ -242,7 +248,8 @@ def main(args: Args) -> int:
     if args.plot is not None:
         draw_alphas(found, args.plot)
     if args.json is not None:
-        same = {name: getattr(live, name) for name in ("dataset", "speed", "load", "slowness")}
+        taken = "dataset", "speed", "load", "slowness", "epochs"
+        same = {name: getattr(live, name) for name in taken}
         payload = {"device": profile.hardware, "profile": profile.name,
                    "preset": live.config.to_json(), **same, "regimes": found}  # fmt: skip
         write_result(args.json, command("eval.end_to_end_room"), payload)

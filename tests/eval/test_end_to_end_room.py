@@ -19,7 +19,12 @@ from eval.end_to_end_room_report import (
 from hlem_env.errors import ArgumentError, ArtefactError
 from hlem_env.live.config import LiveConfig
 
-NODE = {"preset": LiveConfig.load("h200-8gib").to_json(), "dataset": "books", "speed": 1.15}
+NODE = {
+    "preset": LiveConfig.load("h200-8gib").to_json(),
+    "dataset": "books",
+    "speed": 1.15,
+    "epochs": 8,
+}
 
 
 def row(
@@ -59,7 +64,7 @@ def test_a_short_episode_from_the_report_to_the_figures(tmp_path: Path) -> None:
     report = tmp_path / "one-host.json"
     rows = [row("steady", STATIC, [20.0, 20.0]), row("steady", "ppo", [20.0, 20.0])]
     report.write_text(json.dumps({**NODE, "load": 0.9, "slowness": 0.8, "rows": rows}))
-    args = Args(report, repeats=2, epochs=8, draws=1, arrivals=1, json=tmp_path / "out.json",
+    args = Args(report, repeats=2, draws=1, arrivals=1, json=tmp_path / "out.json",
                 plot=tmp_path / "out.png")  # fmt: skip
     assert main(args) == 0
     found = json.loads((tmp_path / "out.json").read_text())
